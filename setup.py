@@ -101,11 +101,14 @@ def extension(kind, name, sources, macros=()):
     )
 
 
-ops = ["csrc/module.cpp", *glob("csrc/ops/*.cpp")]
-extensions = [extension(CppExtension, "nanovllm._C", [*ops, "csrc/bindings.cpp", *glob("csrc/cpu/*.cpp")])]
+sources = ["csrc/module.cpp", "csrc/bindings.cpp", *glob("csrc/ops/*.cpp"), *glob("csrc/cpu/*.cpp")]
+extensions = [extension(CppExtension, "nanovllm._C", sources)]
 if CUDA_HOME:
+    kernels = glob("csrc/kernels/*.cu")
+    # An op registers for CUDA when its kernel exists; torch says NotImplementedError for the others.
+    ops = [f"csrc/ops/{Path(k).stem}.cpp" for k in kernels]
     cuda = [("NV_CUDA", "1"), ("USE_CUDA", "1")]
-    extensions.append(extension(CUDAExtension, "nanovllm._C_cuda", [*ops, *glob("csrc/kernels/*.cu")], cuda))
+    extensions.append(extension(CUDAExtension, "nanovllm._C_cuda", ["csrc/module.cpp", *ops, *kernels], cuda))
 built = f"CUDA for {os.environ['TORCH_CUDA_ARCH_LIST']} with {CUDA_HOME}" if CUDA_HOME else "CPU only"
 print(f"nanovllm: building against torch {torch.__version__}: {built}", file=sys.stderr)
 

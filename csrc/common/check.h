@@ -56,13 +56,15 @@ inline const char* name(ScalarType t) {
   }
 }
 
-/// A size of a tensor, written [2, 3].
-inline std::string shape(const Tensor& t) {
-  std::ostringstream text;
+/// The sizes of a tensor, written [2, 3], and only when the check fails.
+struct Shape {
+  const Tensor& tensor;
+};
+inline Shape shape(const Tensor& t) { return {t}; }
+inline std::ostream& operator<<(std::ostream& text, const Shape& s) {
   text << "[";
-  for (int64_t i = 0; i < t.dim(); ++i) text << (i ? ", " : "") << t.size(i);
-  text << "]";
-  return text.str();
+  for (int64_t i = 0; i < s.tensor.dim(); ++i) text << (i ? ", " : "") << s.tensor.size(i);
+  return text << "]";
 }
 
 /// A named dimension: bound by the first tensor that has it, held against the rest. 0 is a legal size.

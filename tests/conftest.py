@@ -1,0 +1,37 @@
+"""Fixtures of all tests: the device axis (and its dtypes), and the `gpu` and `slow` markers."""
+
+import pytest
+import torch
+
+# What the operators are built for on each device (DESIGN: fp32 and bf16 on CPU, bf16 and fp16 on CUDA).
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
+MARKS = {"cpu": (), "cuda": (pytest.mark.gpu,)}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`device` alone: cpu, cuda. `device` and `dtype`: every dtype that the device has."""
+    if "device" not in metafunc.fixturenames:
+        return
+    if "dtype" not in metafunc.fixturenames:
+        params = [pytest.param(d, id=d, marks=MARKS[d]) for d in DTYPES]
+        metafunc.parametrize("device", params)
+        return
+    pairs = [(d, t) for d in DTYPES for t in DTYPES[d]]
+    params = [pytest.param(d, t, id=f"{d}-{str(t).removeprefix('torch.')}", marks=MARKS[d]) for d, t in pairs]
+    metafunc.parametrize("device, dtype", params)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skips = {}
+    if not torch.cuda.is_available():
+        skips["gpu"] = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is False")
+    if not config.getoption("--runslow"):
+        skips["slow"] = pytest.mark.skip(reason="slow: run it with --runslow")
+    for item in items:
+        for marker, skip in skips.items():
+            if marker in item.keywords:
+                item.add_marker(skip)

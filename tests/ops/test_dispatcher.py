@@ -1,0 +1,146 @@
+"""Every operator through the dispatcher's consumers: opcheck, compile, export, TorchScript, CUDA graphs.
+
+An operator enters with one function in SAMPLES that makes valid arguments; one without it fails here.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+import nanovllm.ops
+
+Args = tuple[Any, ...]
+DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+
+
+def rms_norm(device: str) -> Args:
+    x = torch.randn(3, 64, device=device, dtype=DTYPE[device])
+    return torch.zeros_like(x), x, torch.randn_like(x[0]), 1e-6
+
+
+# Arguments in the order of the schema; the same shapes at every call, other values after another seed.
+SAMPLES: dict[str, Callable[[str], Args]] = {
+    "rms_norm": rms_norm,
+}
+
+
+def registered(device: str) -> list[str]:
+    names = {n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("nanovllm::")}
+    key = device.upper()
+    return sorted(n for n in names if torch._C._dispatch_has_kernel_for_dispatch_key(f"nanovllm::{n}", key))
+
+
+def sample(op: str, device: str, seed: int = 0) -> Args:
+    torch.manual_seed(seed)
+    return SAMPLES[op](device)
+
+
+def tensors(args: Args) -> list[Tensor]:
+    return [a for a in args if isinstance(a, Tensor)]
+
+
+def eager(op: str, args: Args) -> list[Tensor]:
+    """The tensors after the call, the arguments kept."""
+    after = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)
+    overload(op)(*after)
+    return tensors(after)
+
+
+def overload(op: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.nanovllm, op).default
+
+
+def assert_same(got: list[Tensor], want: list[Tensor]) -> None:
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        reference.assert_same_bits(g, w, f"tensor argument {i}")
+
+
+@pytest.fixture(params=sorted(SAMPLES))
+def op(request: pytest.FixtureRequest, device: str) -> str:
+    if request.param not in registered(device):
+        pytest.skip(f"{request.param} has no kernel on {device}")
+    return request.param
+
+
+def test_every_operator_has_a_sample(device: str) -> None:
+    assert set(registered(device)) <= set(SAMPLES)
+    assert set(SAMPLES) <= set(nanovllm.ops.__all__)
+
+
+def test_a_sample_changes_what_the_schema_says(op: str, device: str) -> None:
+    args = sample(op, device)
+    want = eager(op, args)
+    schema = overload(op)._schema
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    marks = [w for w, a in zip(written, args, strict=True) if isinstance(a, Tensor)]
+    for before, after, mutable in zip(tensors(args), want, marks, strict=True):
+        assert torch.equal(before, after) != mutable
+
+
+def test_opcheck(op: str, device: str) -> None:
+    torch.library.opcheck(overload(op), sample(op, device))
+
+
+def test_compile_fullgraph(op: str, device: str) -> None:
+    args = sample(op, device)
+    want = eager(op, args)
+    call = overload(op)
+    torch.compiler.reset()  # the operators share one lambda: no limit on its recompilations
+    torch.compile(lambda *a: call(*a), fullgraph=True)(*args)
+    assert_same(tensors(args), want)
+
+
+def test_export(op: str, device: str) -> None:
+    call = overload(op)
+
+    class Module(torch.nn.Module):
+        def forward(self, *args: Any) -> None:
+            call(*args)
+
+    args = sample(op, device)
+    want = eager(op, args)
+    program = torch.export.export(Module(), sample(op, device))
+    program.module()(*args)
+    assert_same(tensors(args), want)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torchscript(op: str, device: str, tmp_path: Path) -> None:
+    """torch.jit.script reads source, so the caller of the op is written to a file first."""
+    types = {"Tensor": "Tensor", "Optional[Tensor]": "Optional[Tensor]", "int": "int", "float": "float"}
+    arguments = overload(op)._schema.arguments
+    typed = ", ".join(f"{a.name}: {types[str(a.type)]}" for a in arguments)
+    names = ", ".join(a.name for a in arguments)
+    source = f"def run({typed}) -> None:\n    torch.ops.nanovllm.{op}({names})\n"
+    path = tmp_path / f"script_{op}.py"
+    path.write_text(f"from typing import Optional\n\nimport torch\nfrom torch import Tensor\n\n\n{source}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    args = sample(op, device)
+    want = eager(op, args)
+    torch.jit.script(module.run)(*args)
+    assert_same(tensors(args), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(SAMPLES))
+def test_cuda_graph_replay_after_inputs_changed(name: str) -> None:
+    if name not in registered("cuda"):
+        pytest.skip(f"{name} has no kernel on cuda")
+    args, other = sample(name, "cuda"), sample(name, "cuda", seed=1)
+    want = eager(name, other)
+    eager(name, args)  # loads the kernel before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        overload(name)(*args)
+    for held, new in zip(tensors(args), tensors(other), strict=True):
+        held.copy_(new)
+    graph.replay()
+    assert_same(tensors(args), want)

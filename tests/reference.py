@@ -1,0 +1,166 @@
+"""What every operator must compute, in plain torch, and how results are compared.
+
+A reference works in the dtype of its inputs. Called with inputs raised to float64 it is the truth; called
+with the operator's own inputs it is the naive version, which rounds after every step. An operator may be at
+most twice as far from the truth as the naive version is, plus one unit in the last place (`assert_accurate`).
+Data movement is held to equal bits (`assert_same_bits`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# ---- normalisation, activation, rotary ----
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+
+
+def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gate * torch.sigmoid(gate) * up
+
+
+def rotary_embedding(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """x [T, H, D]: feature i of the first half of rotary_dim pairs with feature i of the second (NeoX)."""
+    rotary_dim = cos_sin.size(1)
+    cos, sin = cos_sin[positions].to(x.dtype)[:, None].chunk(2, dim=-1)
+    first, second = x[..., :rotary_dim].chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, x[..., rotary_dim:]], dim=-1)
+
+
+def cos_sin_table(max_pos: int, rotary_dim: int, base: float = 10000.0, device: str = "cpu") -> Tensor:
+    """[max_pos, rotary_dim] fp32: cos half, then sin half."""
+    inv_freq = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    angles = torch.arange(max_pos, dtype=torch.float64)[:, None] * inv_freq
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).float().to(device)
+
+
+def qk_norm_rope(
+    qkv: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos_sin: Tensor,
+    positions: Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """qkv with q and k normalised per head (where there is a weight), then rotated; v as it was."""
+    heads = qkv.unflatten(1, (num_q_heads + 2 * num_kv_heads, -1))
+    q, k, v = heads.split([num_q_heads, num_kv_heads, num_kv_heads], dim=1)
+    q = q if q_weight is None else rms_norm(q, q_weight, eps)
+    k = k if k_weight is None else rms_norm(k, k_weight, eps)
+    rotated = [rotary_embedding(x, cos_sin, positions) for x in (q, k)]
+    return torch.cat([*rotated, v], dim=1).flatten(1)
+
+
+# ---- paged cache ----
+
+
+def slot_mapping(
+    block_tables: Tensor, cu_seqlens_q: Tensor, start_pos: Tensor, block_size: int, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """positions, slots: [num_tokens] i64; rows past the last sequence are padding (0, -1)."""
+    positions, slots = [0] * num_tokens, [-1] * num_tokens
+    for b, (begin, end) in enumerate(zip(cu_seqlens_q.tolist(), cu_seqlens_q.tolist()[1:])):
+        for t in range(begin, end):
+            pos = int(start_pos[b]) + t - begin
+            block = int(block_tables[b, pos // block_size])
+            positions[t] = pos
+            slots[t] = block * block_size + pos % block_size if block >= 0 else -1
+    device = block_tables.device
+    return torch.tensor(positions, device=device), torch.tensor(slots, device=device)
+
+
+def store_kv_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None = None) -> Tensor:
+    """A copy of cache [N, block, Hkv, D] with x [T, Hkv, D] (over its scale, for float8) in its slots."""
+    kept = slots >= 0
+    block, offset = slots[kept] // cache.size(1), slots[kept] % cache.size(1)
+    if cache.dtype == torch.float8_e4m3fn:
+        limit = torch.finfo(cache.dtype).max
+        x = (x.float() / (1.0 if scale is None else scale)).clamp(-limit, limit).to(cache.dtype)
+    out = cache.clone()
+    out.view(torch.uint8)[block, offset] = x[kept].contiguous().view(torch.uint8)
+    return out
+
+
+def paged_rows(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+    """[context_len, Hkv, D]: what a sequence stored, in the order of its tokens."""
+    num_blocks = -(-context_len // cache.size(1))
+    return cache[block_table[:num_blocks].long()].flatten(0, 1)[:context_len]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal, aligned to the end: query i of q [Tq, Hq, D] sees Tk - Tq + i + 1 keys of k, v [Tk, Hkv, D]."""
+    group = q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    num_q, num_k = q.size(0), k.size(0)
+    visible = torch.ones(num_q, num_k, dtype=torch.bool, device=q.device).tril(num_k - num_q)
+    probs = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", probs, v)
+
+
+# ---- comparison ----
+
+
+def raised(args: tuple[Any, ...]) -> list[Any]:
+    """The arguments with floating point tensors in float64."""
+    return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
+
+
+def assert_accurate(got: Tensor | tuple[Tensor, ...], reference: Callable[..., Any], *args: Any) -> None:
+    """`got` is as near to the truth in float64 as `reference(*args)` in the operator's own dtype."""
+    want, naive = reference(*raised(args)), reference(*args)
+    if isinstance(got, Tensor):
+        got, want, naive = (got,), (want,), (naive,)
+    for i, (g, w, n) in enumerate(zip(got, want, naive, strict=True)):
+        error = (n.double() - w).abs().max().item() if w.numel() else 0.0
+        assert_close(g, w, atol=2 * error, rtol=torch.finfo(g.dtype).eps, what=f"result {i}")
+
+
+def assert_close(got: Tensor, want: Tensor, *, atol: float, rtol: float, what: str = "result") -> None:
+    """|got - want| <= atol + rtol * |want| everywhere, NaN and infinities in the same places."""
+    assert got.shape == want.shape, f"{what}: expected shape {list(want.shape)}, got {list(got.shape)}"
+    got, want = got.double(), want.double()
+    for kind, mask in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        differs = mask(got) != mask(want)
+        assert not differs.any(), f"{what}: {kind} differs in {int(differs.sum())}, first {first(differs)}"
+    finite = torch.isfinite(want)
+    excess = torch.where(finite, (got - want).abs() - (atol + rtol * want.abs()), -1.0)
+    if excess.numel() and excess.max() > 0:
+        worst = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        passed = (excess <= 0).double().mean().item()
+        raise AssertionError(
+            f"{what}: worst at {worst}: got {got[worst].item():.9g}, expected {want[worst].item():.9g} "
+            f"+- {atol + rtol * want[worst].abs().item():.3g}; {passed:.2%} within the limit"
+        )
+
+
+def assert_same_bits(got: Tensor, want: Tensor, what: str = "result") -> None:
+    """Equal shape, dtype and bits: NaN equals itself, 0.0 is not -0.0."""
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), (
+        f"{what}: expected {list(want.shape)} {want.dtype}, got {list(got.shape)} {got.dtype}"
+    )
+    raw = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[got.element_size()]
+    differs = got.contiguous().view(raw) != want.contiguous().view(raw)
+    if differs.any():
+        at = first(differs)
+        count = int(differs.sum())
+        raise AssertionError(
+            f"{what}: {count} of {got.numel()} differ, first at {at}: got {got[at]}, expected {want[at]}"
+        )
+
+
+def first(mask: Tensor) -> tuple[int, ...]:
+    """The index of the first True."""
+    return tuple(mask.nonzero()[0].tolist())

@@ -9,8 +9,8 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
 
     Args:
         out: [num_tokens, hidden] like x, written; may be x itself.
-        x: [num_tokens, hidden] float32 or bfloat16 on CPU, bfloat16 or float16 on CUDA; last dimension contiguous,
-            row stride free.
+        x: [num_tokens, hidden] float32 or bfloat16 on CPU, bfloat16 or float16 on CUDA; last dimension
+            contiguous, row stride free.
         weight: [hidden] dtype of x, contiguous.
         eps: added to the mean square.
     Raises:

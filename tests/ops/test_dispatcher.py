@@ -24,9 +24,65 @@ def rms_norm(device: str) -> Args:
     return torch.zeros_like(x), x, torch.randn_like(x[0]), 1e-6
 
 
+def paged_cache(device: str, num_blocks: int, block_size: int) -> list[Tensor]:
+    """k_cache and v_cache for 2 heads of 64."""
+    shape = (num_blocks, block_size, 2, 64)
+    return [torch.randn(shape, device=device).to(DTYPE[device]) for _ in range(2)]
+
+
+def some_slots(device: str, num_tokens: int, num_slots: int) -> Tensor:
+    """Distinct slots, the last one -1."""
+    slots = torch.randperm(num_slots, device=device)[:num_tokens]
+    slots[-1] = -1
+    return slots
+
+
+def add_rms_norm(device: str) -> Args:
+    out, x, weight, eps = rms_norm(device)
+    return out, torch.randn_like(x), x, weight, eps
+
+
+def silu_and_mul(device: str) -> Args:
+    gate_up = torch.randn(3, 128, device=device).to(DTYPE[device])
+    return torch.zeros_like(gate_up[:, :64]), gate_up
+
+
+def slot_mapping(device: str) -> Args:
+    positions, slots = torch.full((2, 6), -7, device=device)
+    block_tables = torch.randperm(12, device=device, dtype=torch.int32).view(2, 6)
+    cu_seqlens_q = torch.tensor([0, 1, 5], device=device, dtype=torch.int32)
+    start_pos = torch.randint(0, 80, (2,), device=device, dtype=torch.int32)
+    return positions, slots, block_tables, cu_seqlens_q, start_pos, 16
+
+
+def store_kv_cache(device: str) -> Args:
+    k, v = torch.randn(2, 5, 2, 64, device=device).to(DTYPE[device])
+    return k, v, *paged_cache(device, 3, 16), some_slots(device, 5, 48), None, None
+
+
+def rotary_embedding(device: str) -> Args:
+    q = torch.randn(5, 4, 64, device=device).to(DTYPE[device])
+    k = torch.randn(5, 2, 64, device=device).to(DTYPE[device])
+    return q, k, reference.cos_sin_table(32, 64, device=device), torch.randint(1, 32, (5,), device=device)
+
+
+def qk_norm_rope_store(device: str) -> Args:
+    qkv = torch.randn(5, (4 + 2 * 2) * 64, device=device).to(DTYPE[device])
+    q_weight, k_weight = torch.randn(2, 64, device=device).to(DTYPE[device])
+    cos_sin, positions = rotary_embedding(device)[2:]
+    cache, slots = paged_cache(device, 3, 16), some_slots(device, 5, 48)
+    return qkv, q_weight, k_weight, cos_sin, positions, *cache, slots, None, None, 4, 2, 1e-6
+
+
 # Arguments in the order of the schema; the same shapes at every call, other values after another seed.
 SAMPLES: dict[str, Callable[[str], Args]] = {
+    "add_rms_norm": add_rms_norm,
+    "qk_norm_rope_store": qk_norm_rope_store,
     "rms_norm": rms_norm,
+    "rotary_embedding": rotary_embedding,
+    "silu_and_mul": silu_and_mul,
+    "slot_mapping": slot_mapping,
+    "store_kv_cache": store_kv_cache,
 }
 
 

@@ -56,13 +56,9 @@ def cuda_wanted() -> str | None:
     arch = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if arch is None:
         found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
-        arch = (
-            ";".join(f"{a}.{b}" + ("a" if (a, b) == (9, 0) else "") for a, b in sorted(found)) or "8.0;9.0a"
-        )
+        arch = ";".join(f"{a}.{b}" + ("a" if (a, b) == (9, 0) else "") for a, b in sorted(found)) or "8.0;9.0a"
     if not arch.strip():
-        sys.exit(
-            'nanovllm: TORCH_CUDA_ARCH_LIST is empty; name at least one architecture, for example "9.0a"'
-        )
+        sys.exit('nanovllm: TORCH_CUDA_ARCH_LIST is empty; name at least one architecture, for example "9.0a"')
     os.environ.update(CUDA_HOME=home, TORCH_CUDA_ARCH_LIST=arch)
     return home
 

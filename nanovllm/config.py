@@ -1,0 +1,108 @@
+"""The engine's configuration: every option of `LLM(...)` and of the command line, validated in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+DEVICES = ("auto", "cuda", "cpu")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_CACHE_DTYPES = ("auto",)
+ATTENTION_BACKENDS = ("auto", "native")
+LOAD_FORMATS = ("auto", "dummy")
+DEFAULT_CPU_KV_BYTES = 1 << 30
+
+
+def _doc(text: str, default: Any = dataclasses.MISSING) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class EngineConfig:
+    """Options of one engine. Each field is also a `--kebab-case` flag of every command that builds an engine.
+
+    Raises:
+        ValueError: a value is not allowed; the text names field, value and the allowed set. TypeError: an unknown
+        keyword. NotImplementedError: an option that this version does not have yet.
+    """
+
+    model: str = _doc("directory, .gguf file, or Hugging Face hub id")
+    device: str = _doc("auto, cuda or cpu", "auto")
+    dtype: str = _doc("auto (from the checkpoint), bfloat16, float16 or float32", "auto")
+    kv_cache_dtype: str = _doc("auto: the model's dtype", "auto")
+    tensor_parallel_size: int = _doc("number of GPUs that share the model", 1)
+    max_model_len: int = _doc("tokens of prompt and output together, clipped to the model's own limit", 4096)
+    max_num_seqs: int = _doc("sequences that run at the same time", 512)
+    max_num_batched_tokens: int = _doc("tokens that one step computes at most", 16384)
+    gpu_memory_utilization: float = _doc("share of the GPU's memory for weights, activations and KV cache", 0.9)
+    kvcache_block_size: int = _doc("tokens of one KV-cache block, a power of two", 16)
+    num_kvcache_blocks: int = _doc("blocks in the pool; -1 sizes it from memory", -1)
+    kv_cache_memory_bytes: int | None = _doc("bytes of the pool (default on CPU: 1 GiB)", None)
+    enable_prefix_caching: bool = _doc("reuse the K/V of prompts with a common prefix", True)
+    enforce_eager: bool = _doc("never use CUDA graphs", False)
+    attention_backend: str = _doc("auto or native", "auto")
+    seed: int = _doc("seed of requests that bring none", 0)
+    overlap: bool | str = _doc("keep one step in flight; auto: on CUDA", "auto")
+    load_format: str = _doc("auto, or dummy for random weights of the config", "auto")
+    revision: str | None = _doc("branch, tag or commit of a hub id", None)
+    token: str | None = _doc("Hugging Face access token", None)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str) or not self.model:
+            raise ValueError(f"model: expected a directory, a .gguf file or a hub id, got {self.model!r}")
+        self._one_of("device", DEVICES)
+        self._one_of("dtype", DTYPES)
+        self._one_of("kv_cache_dtype", KV_CACHE_DTYPES)
+        self._one_of("attention_backend", ATTENTION_BACKENDS)
+        self._one_of("load_format", LOAD_FORMATS)
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            self._integer(name, 1)
+        self._integer("seed", 0, 2**63 - 1)
+        self._integer("kvcache_block_size", 1)
+        if self.kvcache_block_size & (self.kvcache_block_size - 1):
+            raise ValueError(f"kvcache_block_size: expected a power of two, got {self.kvcache_block_size}")
+        if self.num_kvcache_blocks != -1:
+            self._integer("num_kvcache_blocks", 1)
+        if self.kv_cache_memory_bytes is not None:
+            self._integer("kv_cache_memory_bytes", 1)
+        if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization: expected a number in (0, 1], got {self.gpu_memory_utilization!r}"
+            )
+        for name in ("enable_prefix_caching", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
+        if self.overlap not in (True, False, "auto"):
+            raise ValueError(f"overlap: expected True, False or 'auto', got {self.overlap!r}")
+        if self.tensor_parallel_size != 1:
+            raise NotImplementedError(
+                f"tensor_parallel_size: this version runs on one device, got {self.tensor_parallel_size}"
+            )
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+
+    def _integer(self, name: str, low: int, high: int | None = None) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+            raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
+
+    @classmethod
+    def from_kwargs(cls, model: str, **kwargs: Any) -> EngineConfig:
+        """EngineConfig(model=model, **kwargs); an unknown keyword is a TypeError that names it and the known ones."""
+        known = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                raise TypeError(f"LLM: unknown option {name!r}; the options are {', '.join(known)}")
+        return cls(model=model, **kwargs)
+
+    @property
+    def max_running(self) -> int:
+        """Sequences that may run at once: each needs one token of every step's budget."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        return -(-self.max_model_len // self.kvcache_block_size)

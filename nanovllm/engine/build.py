@@ -1,0 +1,162 @@
+"""From a configuration to a running engine: device, checkpoint, weights, KV cache."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+import time
+from typing import Any
+
+import torch
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.models.config import ModelConfig
+from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("nanovllm")
+_DEVICE_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
+_CUDA_HEAD_DIMS = (64, 80, 96, 128, 256)
+_MIN_CUDA_BLOCK = 16
+_MAX_GROUP = 16
+
+
+def resolve_device(wanted: str) -> torch.device:
+    """The device to run on; "auto" is CUDA where there is a GPU and every operator has a CUDA kernel, else the CPU.
+
+    Raises:
+        ValueError, NotImplementedError: CUDA was asked for and cannot be had; the text says what is missing.
+    """
+    from nanovllm import ops
+
+    if wanted == "cpu":
+        return torch.device("cpu")
+    problem = None
+    if not torch.cuda.is_available():
+        problem = ValueError("device: expected a CUDA GPU, torch finds none (torch.cuda.is_available() is False)")
+    elif not ops.HAS_CUDA:
+        problem = ValueError("device: nanovllm was built without its CUDA module; see `nanovllm env`")
+    elif missing := ops.without_cuda_kernel():
+        problem = NotImplementedError(f"device: cuda is not supported yet, no CUDA kernel for {', '.join(missing)}")
+    if problem is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if wanted == "cuda":
+        raise problem
+    return torch.device("cpu")
+
+
+def resolve_dtype(wanted: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype to compute in. "auto": the checkpoint's; where the device has no kernels for that (float16 on CPU,
+    float32 on CUDA), float32 on CPU and bfloat16 on CUDA.
+
+    Raises:
+        ValueError: the dtype asked for has no kernels on the device.
+    """
+    allowed = _DEVICE_DTYPES[device.type]
+    if wanted == "auto":
+        return checkpoint if checkpoint in allowed else allowed[0]
+    dtype = getattr(torch, wanted)
+    if dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise ValueError(f"dtype: expected one of {names} on {device.type}, got {wanted}")
+    return dtype
+
+
+def check_shapes(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Refuses what the attention kernels of the device do not have, with the allowed set."""
+    if model.num_q_heads % model.num_kv_heads or model.num_q_heads // model.num_kv_heads > _MAX_GROUP:
+        raise ValueError(
+            f"attention heads: expected a multiple of the {model.num_kv_heads} key-value heads, at most {_MAX_GROUP} "
+            f"times as many, got {model.num_q_heads}"
+        )
+    if device.type == "cpu" and model.head_dim % 8:
+        raise ValueError(f"head_dim: expected a multiple of 8 on CPU, got {model.head_dim}")
+    if device.type == "cuda":
+        if model.head_dim not in _CUDA_HEAD_DIMS:
+            raise ValueError(f"head_dim: expected one of {_CUDA_HEAD_DIMS} on CUDA, got {model.head_dim}")
+        if config.kvcache_block_size < _MIN_CUDA_BLOCK:
+            raise ValueError(
+                f"kvcache_block_size: expected at least {_MIN_CUDA_BLOCK} on CUDA, got {config.kvcache_block_size}"
+            )
+
+
+def sampling_defaults(generation_config: Any) -> SamplingParams:
+    """What generate() uses without sampling_params: the checkpoint's generation_config over our defaults."""
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {n: getattr(generation_config, n, None) for n in names}
+    values = {n: v for n, v in given.items() if v is not None}
+    if getattr(generation_config, "do_sample", None) is False and "temperature" not in values:
+        values["temperature"] = 0.0
+    return SamplingParams(**values)
+
+
+def eos_token_ids(generation_config: Any, tokenizer: Any, hf_config: Any) -> frozenset[int]:
+    """Union of the EOS ids that generation config, tokenizer and model config name."""
+    ids: set[int] = set()
+    for holder in (generation_config, tokenizer, hf_config):
+        value = getattr(holder, "eos_token_id", None)
+        ids |= set(value) if isinstance(value, (list, tuple)) else set() if value is None else {value}
+    return frozenset(ids)
+
+
+def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
+    """Loads the model and makes its engine; also the model's default sampling parameters.
+
+    Raises:
+        ValueError, NotImplementedError: the model or an option is not supported; the text names it.
+    """
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.loader import dummy, source, weights
+    from nanovllm.models.registry import model_class
+
+    start = time.perf_counter()
+    device = resolve_device(config.device)
+    where = source.resolve(config.model, config.revision, config.token)
+    hf_config = source.load_hf_config(where)
+    model_config = ModelConfig.from_hf(hf_config)
+    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    model_config = dataclasses.replace(model_config, dtype=dtype)
+    check_shapes(config, model_config, device)
+    config = dataclasses.replace(config, max_model_len=min(config.max_model_len, model_config.max_position_embeddings))
+    tokenizer = source.load_tokenizer(where)
+    generation_config = source.load_generation_config(where)
+    with device:
+        model = model_class(model_config.architecture)(model_config)
+    if config.load_format == "dummy":
+        dummy.fill_dummy(model, config.seed)
+    else:
+        weights.load_weights(model, where)
+    model.eval()
+    loaded = time.perf_counter()
+    runner = ModelRunner(config, model_config, model, device, dtype)
+    overlap = device.type == "cuda" if config.overlap == "auto" else bool(config.overlap)
+    engine = LLMEngine(
+        config,
+        runner,
+        tokenizer,
+        eos_token_ids(generation_config, tokenizer, hf_config),
+        model_config.vocab_size,
+        overlap,
+    )
+    _say_ready(engine, model_config, device, dtype, loaded - start, time.perf_counter() - loaded)
+    return engine, sampling_defaults(generation_config)
+
+
+def _say_ready(
+    engine: LLMEngine,
+    model: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    load: float,
+    warm_up: float,
+) -> None:
+    blocks, size = engine.runner.num_kvcache_blocks, engine.config.kvcache_block_size
+    text = (
+        f"nanovllm: {model.architecture} in {str(dtype).removeprefix('torch.')} on {device}, loaded in {load:.1f} s, "
+        f"warmed up in {warm_up:.1f} s; KV cache holds {blocks * size:,} tokens ({blocks:,} blocks of {size})"
+    )
+    if logger.handlers or logging.getLogger().handlers:
+        logger.info(text)
+    else:
+        print(text, file=sys.stderr)

@@ -1,0 +1,52 @@
+"""Conversations to prompts, through the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    *,
+    enable_thinking: bool | None = None,
+    chat_template_kwargs: dict[str, Any] | None = None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    tools: list[dict[str, Any]] | None = None,
+) -> list[int]:
+    """Token ids of a conversation.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        messages: dicts with "role" and "content", at least one.
+        enable_thinking: passed to the template where given (Qwen3's switch); short for chat_template_kwargs.
+        chat_template_kwargs: variables for the template.
+        chat_template: a Jinja template in place of the model's.
+        add_generation_prompt: end with the opening of the assistant's turn.
+        tools: function descriptions for the template.
+    Raises:
+        ValueError: no messages, a message without a role, no template, or the template refused the messages.
+    """
+    if not messages:
+        raise ValueError("messages: expected at least one message, got none")
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'messages[{i}]: expected a dict with "role" and "content", got {message!r}')
+    if tokenizer is None or not (chat_template or tokenizer.chat_template):
+        raise ValueError("chat: the model has no chat template; pass chat_template or use generate()")
+    variables = dict(chat_template_kwargs or {})
+    if enable_thinking is not None:
+        variables["enable_thinking"] = enable_thinking
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **variables,
+        )
+    except Exception as e:  # templates raise Jinja's own errors, and plain ones for roles they do not know
+        raise ValueError(f"chat: the model's chat template refused the messages: {e}") from e
+    return tokenizer.encode(text, add_special_tokens=False)

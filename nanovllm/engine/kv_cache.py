@@ -1,0 +1,46 @@
+"""How many blocks the KV-cache pool gets. Pure functions, so that every case is testable without a GPU."""
+
+from __future__ import annotations
+
+
+def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, element_bytes: int) -> int:
+    """Bytes of one physical block: K and V of block_size tokens in every layer."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * element_bytes
+
+
+def num_blocks_on_gpu(total: int, free: int, peak: int, current: int, utilization: float, bytes_per_block: int) -> int:
+    """Blocks that fit into `utilization` of a GPU.
+
+    budget = total * utilization - used - (peak - current), with used = total - free: memory of all processes on the
+    GPU, and peak - current the activations that the warm-up needed beyond what it left allocated.
+
+    Args:
+        total, free: bytes, from torch.cuda.mem_get_info.
+        peak, current: bytes, allocated_bytes.all.{peak,current} of torch.cuda.memory_stats after the warm-up.
+    Raises:
+        ValueError: not even one block fits; the text holds every number.
+    """
+    used = total - free
+    budget = int(total * utilization) - used - (peak - current)
+    num_blocks = budget // bytes_per_block
+    if num_blocks < 1:
+        raise ValueError(
+            f"no room for the KV cache: one block needs {bytes_per_block} bytes and {max(budget, 0)} are left of "
+            f"total {total} * gpu_memory_utilization {utilization} (used by all processes: {used}, free: {free}, "
+            f"activations: {peak - current}); raise gpu_memory_utilization or free memory"
+        )
+    return num_blocks
+
+
+def num_blocks_in_bytes(memory_bytes: int, bytes_per_block: int, max_useful: int) -> int:
+    """Blocks in memory_bytes, never more than max_useful (every sequence at its full length).
+
+    Raises:
+        ValueError: not even one block fits, with both numbers.
+    """
+    num_blocks = min(memory_bytes // bytes_per_block, max_useful)
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_cache_memory_bytes: expected at least {bytes_per_block} bytes (one block), got {memory_bytes}"
+        )
+    return num_blocks

@@ -1,0 +1,296 @@
+"""The engine: requests in, steps, outputs. LLM and AsyncLLM are its two fronts."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import xxhash
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+class Runner(Protocol):
+    """What the engine needs of a model runner."""
+
+    num_kvcache_blocks: int
+
+    def launch(self, batch: Batch) -> Any: ...
+
+    def collect(self, handle: Any) -> tuple[list[int], dict[int, dict[int, Logprob]]]: ...
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt and its n sequences."""
+
+    request_id: str
+    prompt: str | None
+    params: SamplingParams
+    arrival: float
+    sequences: list[Sequence] = field(default_factory=list)
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return all(s.is_finished for s in self.sequences)
+
+
+@dataclass(slots=True)
+class SequenceData:
+    """What the engine keeps of a sequence, beside what the scheduler needs."""
+
+    request: Request
+    index: int
+    detokenizer: Detokenizer | None
+    logprobs: list[dict[int, Logprob]] | None
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one step() did: sequences that got a token, that ended, and the tokens computed in it."""
+
+    updated: list[Sequence] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+
+
+class LLMEngine:
+    """Schedules requests over one runner.
+
+    add_request queues, step launches the next step and takes in an earlier one; with overlap one step stays in flight
+    between two calls. An exception of a step ends every request and leaves a usable engine.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None for token ids only.
+        eos_token_ids: ids that end a sequence (of the generation config).
+        vocab_size: bound of token ids in requests.
+        overlap: keep one step in flight.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Any = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        vocab_size: int | None = None,
+        overlap: bool = False,
+    ) -> None:
+        self.config, self.runner, self.tokenizer = config, runner, tokenizer
+        self.eos_token_ids, self.vocab_size = eos_token_ids, vocab_size
+        self.scheduler = Scheduler(config, runner.num_kvcache_blocks)
+        self.requests: dict[str, Request] = {}
+        self.num_requests = 0
+        self._max_in_flight = 1 if overlap else 0
+        self._in_flight: deque[tuple[Batch, Any]] = deque()  # launched, not collected; oldest first
+
+    # Requests
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; ids are taken as they are, text is encoded with the model's special tokens.
+
+        Raises:
+            TypeError, ValueError: not text or ids, ids out of the vocabulary, or text without a tokenizer.
+        """
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("prompt: expected token ids, because the model has no tokenizer, got text")
+            return self.tokenizer.encode(prompt)
+        if not isinstance(prompt, (list, tuple)) or not all(type(t) is int for t in prompt):
+            raise TypeError(f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}")
+        self._check_ids("prompt", prompt)
+        return list(prompt)
+
+    def _check_ids(self, what: str, token_ids: Any) -> None:
+        limit = self.vocab_size
+        for token_id in token_ids:
+            if token_id < 0 or (limit is not None and token_id >= limit):
+                raise ValueError(f"{what}: expected token ids in [0, {limit}), got {token_id}")
+
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+        """Token ids of a request that can run; raises ValueError or TypeError for one that never can."""
+        token_ids = self.tokenize(prompt)
+        self.scheduler.check_fits(len(token_ids))
+        self._check_ids("SamplingParams.stop_token_ids", params.stop_token_ids or ())
+        self._check_ids("SamplingParams.logit_bias", params.logit_bias or ())
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"SamplingParams.stop: the model has no tokenizer, got {params.stop!r}")
+        return token_ids
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, stream: bool = False
+    ) -> Request:
+        """Queues a request. stream: keep its text up to date at every step (else only where a stop string needs it).
+
+        Raises:
+            ValueError, TypeError: it can never run, or its id is in use; nothing is queued.
+        """
+        return self.add_checked_request(prompt, self.check_request(prompt, params), params, request_id, stream)
+
+    def add_checked_request(
+        self,
+        prompt: Prompt,
+        token_ids: list[int],
+        params: SamplingParams,
+        request_id: str | None,
+        stream: bool,
+    ) -> Request:
+        """Queues a request whose token_ids come from check_request."""
+        number = self.num_requests
+        request_id = request_id if request_id is not None else str(number)
+        if request_id in self.requests:
+            raise ValueError(f"request_id: expected one not in use, got {request_id!r}")
+        self.num_requests += 1
+        text = prompt if isinstance(prompt, str) else None
+        request = Request(request_id, text, params, time.perf_counter())
+        for index in range(params.n):
+            seq = Sequence(
+                token_ids,
+                self.config.kvcache_block_size,
+                params,
+                self.eos_token_ids,
+                self.config.max_model_len,
+                self._seed(params, number, index),
+            )
+            watched = self.tokenizer is not None and (stream or params.stop_strings)
+            detokenizer = self._detokenizer(params) if watched else None
+            seq.data = SequenceData(request, index, detokenizer, None if params.logprobs is None else [])
+            request.sequences.append(seq)
+        for seq in request.sequences:
+            self.scheduler.add(seq)
+        self.requests[request_id] = request
+        return request
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer:
+        return Detokenizer(self.tokenizer, params.stop_strings, params.skip_special_tokens, params.min_tokens)
+
+    def _seed(self, params: SamplingParams, number: int, index: int) -> int:
+        """The sampler's key: of the request's seed, or of the engine's seed and the request's number."""
+        parts = ("request", params.seed) if params.seed is not None else ("engine", self.config.seed, number)
+        unsigned = xxhash.xxh3_64_intdigest(repr((*parts, index)).encode())
+        return unsigned - 2**63
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request with reason "abort"; an unknown or finished one is left alone."""
+        request = self.requests.pop(request_id, None)
+        if request is None:
+            return
+        for seq in request.sequences:
+            self.scheduler.finish(seq, "abort")
+        request.finish_time = time.perf_counter()
+
+    # Steps
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def step(self) -> StepResult:
+        """Launches the next step if there is work, and takes in the oldest one that is due."""
+        result = StepResult()
+        try:
+            batch = self.scheduler.schedule()
+            if batch:
+                self._in_flight.append((batch, self.runner.launch(batch)))
+            result.finished += batch.finished
+            if len(self._in_flight) > (self._max_in_flight if batch else 0):
+                self._collect(result)
+        except BaseException:
+            self._recover()
+            raise
+        now = time.perf_counter() if result.finished else 0.0
+        for seq in result.finished:
+            request: Request = seq.data.request  # type: ignore[attr-defined]
+            if request.is_finished and self.requests.pop(request.request_id, None):
+                request.finish_time = now
+        return result
+
+    def _collect(self, result: StepResult) -> None:
+        batch, handle = self._in_flight[0]
+        token_ids, logprobs = self.runner.collect(handle)
+        self._in_flight.popleft()
+        for i, entry in logprobs.items():
+            seq = batch.sampled[i]
+            if not seq.is_finished:
+                seq.data.logprobs.append(entry)  # type: ignore[attr-defined]
+        updated, finished = self.scheduler.postprocess(batch, token_ids)
+        result.updated += updated
+        result.finished += finished
+        result.num_decode_tokens += len(batch.decodes)
+        result.num_prefill_tokens += batch.num_tokens - len(batch.decodes)
+        now = time.perf_counter()
+        for seq in updated:
+            data: SequenceData = seq.data  # type: ignore[assignment]
+            if data.request.first_token_time is None:
+                data.request.first_token_time = now
+            if data.detokenizer is not None and self._watch(seq, data.detokenizer):
+                result.finished.append(seq)
+
+    def _watch(self, seq: Sequence, detokenizer: Detokenizer) -> bool:
+        """Updates seq's text with its newest token; True when that ended it here."""
+        stopped = detokenizer.update(seq.token_ids[-1:])
+        was_running = not seq.is_finished
+        if not stopped and not was_running:
+            stopped = detokenizer.finish()
+        if stopped:
+            if was_running:
+                self.scheduler.finish(seq, "stop")
+            seq.finish_reason, seq.stop_reason = "stop", detokenizer.stop_reason
+        return stopped and was_running
+
+    def _recover(self) -> None:
+        """After a failed step: every request ends, the steps in flight are dropped, and the pool starts empty.
+
+        A step may fail anywhere, so no bookkeeping of it is trusted: a new scheduler takes over.
+        """
+        self._in_flight.clear()
+        for request in self.requests.values():
+            for seq in request.sequences:
+                seq.finish_reason = seq.finish_reason or "abort"
+        self.requests.clear()
+        self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks)
+
+    # Outputs
+
+    def output(self, request: Request) -> RequestOutput:
+        """The request's output so far."""
+        first = request.sequences[0]
+        since = request.arrival
+        return RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            outputs=[self._completion(seq) for seq in request.sequences],
+            finished=request.is_finished,
+            num_cached_tokens=max(first.num_prefix_tokens, 0),
+            time_to_first_token=None if request.first_token_time is None else request.first_token_time - since,
+            latency=None if request.finish_time is None else request.finish_time - since,
+        )
+
+    def _completion(self, seq: Sequence) -> CompletionOutput:
+        data: SequenceData = seq.data  # type: ignore[assignment]
+        token_ids = seq.completion_token_ids
+        if data.detokenizer is not None:
+            text = data.detokenizer.stable_text(seq.is_finished)
+        elif self.tokenizer is not None:
+            detokenizer = self._detokenizer(seq.params)
+            detokenizer.update(token_ids)
+            detokenizer.finish()
+            text = detokenizer.text
+        else:
+            text = ""
+        logprobs = None if data.logprobs is None else data.logprobs[: len(token_ids)]
+        return CompletionOutput(data.index, text, token_ids, seq.finish_reason, seq.stop_reason, logprobs)

@@ -1,0 +1,298 @@
+"""Turns a scheduled batch into tensors, runs the model over the paged KV cache, and samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nanovllm import ops
+from nanovllm.config import DEFAULT_CPU_KV_BYTES, EngineConfig
+from nanovllm.engine.batch import Batch, Chunk
+from nanovllm.engine.context import Context, set_context
+from nanovllm.engine.kv_cache import block_bytes, num_blocks_in_bytes, num_blocks_on_gpu
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.staging import StagingBuffer
+from nanovllm.layers.logits import Logprobs, needs_processing, process_row
+from nanovllm.models.config import ModelConfig
+from nanovllm.outputs import Logprob
+
+Arrays = dict[str, np.ndarray]
+_WARMUP_TOKENS_ON_CPU = 32
+
+
+@dataclass(slots=True)
+class StepHandle:
+    """A launched step: what it computes, and where its results appear on the device."""
+
+    batch: Batch
+    token_ids: Tensor  # [num_sampled] int64, in the order of batch.sampled
+    logprobs: Logprobs | None
+
+
+class ModelRunner:
+    """Owns the model, the KV cache and the per-row tables of one device.
+
+    A running sequence has a row in the tables: its block table and sampling parameters on the host, its last sampled
+    token on the device, from where the next step takes it. So a step can be launched before the step before it was
+    collected.
+
+    Args:
+        model: forward(input_ids [T] i64, positions [T] i64) -> hidden [T, H]; compute_logits(hidden) -> [rows, vocab].
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        model: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.config, self.model_config, self.model = config, model_config, model
+        self.device, self.dtype, self.block_size = device, dtype, config.kvcache_block_size
+        rows, width, tokens = config.max_running, config.max_blocks_per_seq, config.max_num_batched_tokens
+        self.block_tables = np.full((rows, width), -1, np.int32)  # [row, logical block]
+        self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
+        self.top_k = np.zeros(rows, np.int32)
+        self.seeds = np.zeros(rows, np.int64)
+        self.is_special = np.zeros(rows, bool)  # logits need the host's attention: penalties, bias, logprobs
+        per_row = 4 * width + 64  # bytes of a block table and of the scalars below
+        self.staging = StagingBuffer(8 * tokens + rows * per_row + 4096, device)
+        self.input_ids, self.positions, self.slots = (
+            torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self.last_token_ids = torch.zeros(rows, dtype=torch.int64, device=device)  # [row]
+        heads = (model_config.num_q_heads, model_config.num_kv_heads, model_config.head_dim)
+        self.plan = torch.empty(ops.decode_plan_numel(rows, device), dtype=torch.int32, device=device)
+        numel = ops.decode_workspace_numel(rows, config.max_model_len, *heads, device)
+        self.workspace = torch.empty(numel, dtype=torch.float32, device=device)
+        self.kv_cache = self._empty_cache(0)
+        self.warmup_model()
+        self.num_kvcache_blocks = self._num_kvcache_blocks()
+        self.allocate_kv_cache(self.num_kvcache_blocks)
+
+    # Memory
+
+    def _empty_cache(self, num_blocks: int) -> Tensor:
+        m = self.model_config
+        shape = (2, m.num_layers, num_blocks, self.block_size, m.num_kv_heads, m.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _num_kvcache_blocks(self) -> int:
+        c, m = self.config, self.model_config
+        if c.num_kvcache_blocks > 0:
+            return c.num_kvcache_blocks
+        size = block_bytes(m.num_layers, self.block_size, m.num_kv_heads, m.head_dim, self.dtype.itemsize)
+        if c.kv_cache_memory_bytes is None and self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            stats = torch.cuda.memory_stats(self.device)
+            peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+            return num_blocks_on_gpu(total, free, peak, current, c.gpu_memory_utilization, size)
+        memory = c.kv_cache_memory_bytes or DEFAULT_CPU_KV_BYTES
+        return num_blocks_in_bytes(memory, size, c.max_running * c.max_blocks_per_seq)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """One tensor [2, layers, blocks, block_size, kv_heads, head_dim]; each attention layer gets its views."""
+        self.kv_cache = self._empty_cache(num_blocks)
+        for layer, attention in enumerate(m for m in self.model.modules() if hasattr(m, "k_cache")):
+            attention.k_cache, attention.v_cache = self.kv_cache[0, layer], self.kv_cache[1, layer]
+
+    def warmup_model(self) -> None:
+        """One prefill as large as steps get (small on CPU, where no memory is measured), before there are pages."""
+        tokens = self.config.max_num_batched_tokens
+        if self.device.type == "cpu":
+            tokens = min(tokens, _WARMUP_TOKENS_ON_CPU)
+        length = min(tokens, self.config.max_model_len)
+        count = max(1, min(tokens // length, self.config.max_running))
+        ends = torch.arange(1, count + 1, dtype=torch.int32, device=self.device) * length
+        cu_seqlens = torch.nn.functional.pad(ends, (1, 0))
+        total = count * length
+        positions = torch.arange(length, device=self.device).repeat(count)
+        context = Context(
+            slot_mapping=torch.full((total,), -1, dtype=torch.int64, device=self.device),
+            num_decode=0,
+            decode_block_tables=None,
+            decode_context_lens=None,
+            plan=self.plan,
+            workspace=self.workspace,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            context_lens=torch.full((count,), length, dtype=torch.int32, device=self.device),
+            block_tables=None,
+            max_seqlen_q=length,
+        )
+        self.allocate_kv_cache(0)
+        last = cu_seqlens[1:].long() - 1
+        logits = self.run_model(self.input_ids[:total], positions, context, last)
+        zeros = torch.zeros(count, device=self.device)
+        ids = last.clone()
+        ops.sample(ids, logits, zeros, zeros.int(), zeros + 1, zeros, last, last)
+
+    # One step
+
+    def run(self, batch: Batch) -> list[int]:
+        """The sampled token ids of batch.sampled: launch and collect at once."""
+        return self.collect(self.launch(batch))[0]
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> StepHandle:
+        """Enqueues a step; its token ids are on the device for the next launch at once, for the host after collect."""
+        seqs = batch.decodes + [c.seq for c in batch.chunks]
+        for seq in seqs:
+            if seq.num_synced_blocks != len(seq.block_table):
+                self._sync_row(seq)
+        rows = np.fromiter((s.row for s in seqs), np.int64, len(seqs))
+        num_decode = len(batch.decodes)
+        arrays = self.prepare_decode(batch.decode_ends)
+        arrays |= self.prepare_prefill(batch.chunks)
+        arrays["block_tables"] = self.prepare_block_tables(rows, arrays)
+        arrays["start_pos"] = np.concatenate((arrays.pop("decode_start_pos"), arrays.pop("prefill_start_pos")))
+        arrays["cu_seqlens"] = np.concatenate(
+            (np.arange(num_decode, dtype=np.int32), arrays["cu_seqlens_q"] + np.int32(num_decode))
+        )
+        arrays |= self.prepare_sample(batch, rows, arrays)
+        t = self.staging.send(arrays)
+
+        num_tokens = num_decode + t["input_ids"].shape[0]
+        input_ids, positions, slots = (x[:num_tokens] for x in (self.input_ids, self.positions, self.slots))
+        if num_decode:
+            torch.index_select(self.last_token_ids, 0, t["rows"][:num_decode], out=input_ids[:num_decode])
+            ops.decode_plan(self.plan, t["decode_context_lens"], self.model_config.num_kv_heads, self.block_size)
+        if batch.chunks:
+            input_ids[num_decode:] = t["input_ids"]
+        ops.slot_mapping(positions, slots, t["block_tables"], t["cu_seqlens"], t["start_pos"], self.block_size)
+        has_prefix = any(c.start > 0 for c in batch.chunks)
+        context = Context(
+            slot_mapping=slots,
+            num_decode=num_decode,
+            decode_block_tables=t["block_tables"][:num_decode],
+            decode_context_lens=t["decode_context_lens"],
+            plan=self.plan,
+            workspace=self.workspace,
+            cu_seqlens_q=t["cu_seqlens_q"],
+            cu_seqlens_k=t["cu_seqlens_k"],
+            context_lens=t["context_lens"],
+            block_tables=t["block_tables"][num_decode:] if has_prefix else None,
+            max_seqlen_q=max((c.end - c.start for c in batch.chunks), default=0),
+        )
+        sampled = batch.sampled
+        token_ids = torch.empty(len(sampled), dtype=torch.int64, device=self.device)
+        logits = self.run_model(input_ids, positions, context, t["logits_indices"])
+        logprobs = None
+        if sampled:
+            raw = logits
+            is_special = self.is_special[arrays["sampled_rows"]].any()
+            if is_special:
+                logits = self._process_logits(logits, sampled, arrays["sample_positions"])
+            ops.sample(
+                token_ids,
+                logits,
+                t["temperature"],
+                t["top_k"],
+                t["top_p"],
+                t["min_p"],
+                t["seeds"],
+                t["sample_positions"],
+            )
+            self.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
+            if is_special:
+                logprobs = self._logprobs(raw, token_ids, sampled)
+        return StepHandle(batch, token_ids, logprobs)
+
+    def collect(self, handle: StepHandle) -> tuple[list[int], dict[int, dict[int, Logprob]]]:
+        """Waits for a step: its token ids, and logprobs by index among them for the rows that want any."""
+        return handle.token_ids.tolist(), handle.logprobs.to_dicts() if handle.logprobs else {}
+
+    def run_model(self, input_ids: Tensor, positions: Tensor, context: Context, logits_indices: Tensor) -> Tensor:
+        """Logits [len(logits_indices), vocab] of the tokens at logits_indices."""
+        with torch.inference_mode(), set_context(context):
+            hidden = self.model(input_ids, positions)
+            return self.model.compute_logits(hidden[logits_indices])
+
+    # Host arrays of a step
+
+    def _sync_row(self, seq: Sequence) -> None:
+        """Copies what changed of a sequence into its row; all of it when the row is new."""
+        row, table, known = seq.row, seq.block_table, seq.num_synced_blocks
+        if known == 0:
+            p = seq.params
+            self.temperature[row], self.top_p[row], self.min_p[row] = p.temperature, p.top_p, p.min_p
+            self.top_k[row], self.seeds[row] = min(p.top_k, 2**31 - 1), seq.seed
+            self.is_special[row] = needs_processing(seq) or p.logprobs is not None
+        self.block_tables[row, known : len(table)] = table[known:]
+        seq.num_synced_blocks = len(table)
+
+    def prepare_decode(self, ends: Seq[int]) -> Arrays:
+        """Of each decoding sequence: context length [B], and position [B] of its one token."""
+        context_lens = np.array(ends, np.int32)
+        return {"decode_context_lens": context_lens, "decode_start_pos": context_lens - 1}
+
+    def prepare_prefill(self, chunks: Seq[Chunk]) -> Arrays:
+        """Packed prompt tokens and their borders, as in the seed's section 4.1.
+
+        input_ids [T]; cu_seqlens_q [P+1]: chunk i is rows cu_seqlens_q[i] .. cu_seqlens_q[i+1]-1; cu_seqlens_k [P+1]:
+        the same for the contexts that the chunks attend to, which end with them; context_lens, prefill_start_pos [P].
+        """
+        input_ids: list[int] = []
+        for c in chunks:
+            input_ids += c.seq.token_ids[c.start : c.end]
+        starts = np.array([c.start for c in chunks], np.int32)
+        ends = np.array([c.end for c in chunks], np.int32)
+        cu_seqlens = np.zeros((2, len(chunks) + 1), np.int32)
+        np.cumsum(ends - starts, out=cu_seqlens[0, 1:])
+        np.cumsum(ends, out=cu_seqlens[1, 1:])
+        return {
+            "input_ids": np.array(input_ids, np.int64),
+            "cu_seqlens_q": cu_seqlens[0],
+            "cu_seqlens_k": cu_seqlens[1],
+            "context_lens": ends,
+            "prefill_start_pos": starts,
+        }
+
+    def prepare_block_tables(self, rows: np.ndarray, arrays: Arrays) -> np.ndarray:
+        """[len(rows), M] block tables, M the blocks of the longest context; entries beyond a context are stale or -1."""
+        longest = max(arrays["decode_context_lens"].max(initial=1), arrays["context_lens"].max(initial=1))
+        return self.block_tables[rows, : -(-int(longest) // self.block_size)]
+
+    def prepare_sample(self, batch: Batch, rows: np.ndarray, arrays: Arrays) -> Arrays:
+        """Sampling parameters of the rows that get a token; position: the index of that token in its sequence."""
+        num_decode = len(batch.decodes)
+        lasts = [i for i, c in enumerate(batch.chunks) if c.is_last]
+        sampled_rows = np.concatenate((rows[:num_decode], rows[num_decode:][lasts]))
+        ends = np.concatenate((arrays["decode_context_lens"], arrays["context_lens"][lasts]))
+        logits_indices = np.concatenate(
+            (
+                np.arange(num_decode, dtype=np.int64),
+                num_decode + arrays["cu_seqlens_q"][1:][lasts].astype(np.int64) - 1,
+            )
+        )
+        return {
+            "rows": rows,
+            "sampled_rows": sampled_rows,
+            "logits_indices": logits_indices,
+            "sample_positions": ends.astype(np.int64),
+            "temperature": self.temperature[sampled_rows],
+            "top_k": self.top_k[sampled_rows],
+            "top_p": self.top_p[sampled_rows],
+            "min_p": self.min_p[sampled_rows],
+            "seeds": self.seeds[sampled_rows],
+        }
+
+    # Logits that need the host
+
+    def _process_logits(self, logits: Tensor, seqs: list[Sequence], positions: np.ndarray) -> Tensor:
+        logits = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
+        for i, seq in enumerate(seqs):
+            if self.is_special[seq.row]:
+                process_row(logits[i], seq, int(positions[i]) - seq.num_prompt_tokens)
+        return logits
+
+    def _logprobs(self, logits: Tensor, token_ids: Tensor, seqs: list[Sequence]) -> Logprobs | None:
+        rows = [i for i, s in enumerate(seqs) if s.params.logprobs is not None]
+        if not rows:
+            return None
+        return Logprobs.of(logits[rows], token_ids[rows], rows, [seqs[i].params.logprobs or 0 for i in rows])

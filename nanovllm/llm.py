@@ -1,0 +1,200 @@
+"""The offline front: prompts in, finished outputs out."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.build import build_engine
+from nanovllm.engine.chat import render_chat
+from nanovllm.engine.llm_engine import Prompt, Request
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+Messages = list[dict[str, Any]]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: directory with config.json and safetensors, a .gguf file, or a Hugging Face hub id.
+        **options: the fields of nanovllm.config.EngineConfig.
+    Raises:
+        TypeError: an unknown option. ValueError, NotImplementedError: a value or model that is not supported.
+
+    >>> with LLM("models/SmolLM2-135M-Instruct.Q4_1.gguf") as llm:
+    ...     print(llm.generate("The capital of France is", SamplingParams(temperature=0))[0].text)
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        self.config = EngineConfig.from_kwargs(model, **options)
+        self.engine, self.default_sampling_params = build_engine(self.config)
+        self.config = self.engine.config
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.exit()
+
+    def exit(self) -> None:
+        """Frees the model and the KV cache; a second call does nothing."""
+        self.__dict__.pop("engine", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "engine":
+            raise RuntimeError("LLM: this engine was ended by exit(); make a new LLM")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; results are in prompt order.
+
+        Args:
+            prompts: one prompt or several, each text or a list of token ids.
+            sampling_params: one for all, or one for each prompt; None: the model's own defaults.
+            use_tqdm: show a progress bar.
+        Raises:
+            ValueError: a prompt can never run (empty, too long, ids out of range): the text has its index and the
+            numbers, and nothing was run. KeyboardInterrupt: after ending all requests; the engine stays usable.
+        """
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        params = self._params_for(len(prompts), sampling_params)
+        token_ids = []
+        for i, (prompt, p) in enumerate(zip(prompts, params)):
+            try:
+                token_ids.append(self.engine.check_request(prompt, p))  # type: ignore[arg-type]
+            except (TypeError, ValueError) as e:
+                raise type(e)(f"prompts[{i}]: {e}") from None
+        requests = [
+            self.engine.add_checked_request(prompt, ids, p, None, stream=False)  # type: ignore[arg-type]
+            for prompt, ids, p in zip(prompts, token_ids, params)
+        ]
+        return self._run(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """generate() on conversations, rendered by the model's chat template.
+
+        Args:
+            messages: one conversation, [{"role": ..., "content": ...}, ...], or several.
+            **template: enable_thinking, chat_template_kwargs, chat_template, add_generation_prompt, tools; see
+                nanovllm.engine.chat.render_chat.
+        """
+        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
+        prompts = [render_chat(self.tokenizer, m, **template) for m in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Yields what is new since the last yield: text and token_ids hold increments that add up to the whole.
+
+        Closing the iterator early ends the request.
+        """
+        params = self._params_for(1, sampling_params)[0]
+        request = self.engine.add_request(prompt, params, stream=True)
+        seen = [(0, 0)] * params.n
+        try:
+            while not request.is_finished:
+                self.engine.step()
+                output = self.engine.output(request)
+                done = [(len(c.text), len(c.token_ids)) for c in output.outputs]
+                if done != seen or request.is_finished:
+                    yield _increment(output, seen)
+                    seen = done
+        finally:
+            self.engine.abort(request.request_id)
+
+    def _params_for(self, count: int, given: Any) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [given or self.default_sampling_params] * count
+        given = list(given)
+        if len(given) != count or not all(isinstance(p, SamplingParams) for p in given):
+            raise ValueError(f"sampling_params: expected one SamplingParams or {count} of them, got {len(given)} items")
+        return given
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        engine = self.engine
+        outputs: dict[str, RequestOutput] = {}
+        num_in = num_out = 0
+        try:
+            with (
+                _deferred_interrupt() as interrupted,
+                tqdm(
+                    total=len(requests),
+                    desc="Generating",
+                    unit="prompt",
+                    disable=not use_tqdm,
+                    dynamic_ncols=True,
+                ) as bar,
+            ):
+                while len(outputs) < len(requests):
+                    result = engine.step()
+                    if interrupted:
+                        raise KeyboardInterrupt
+                    num_in += result.num_prefill_tokens
+                    num_out += len(result.updated)
+                    for seq in result.finished:
+                        request = seq.data.request  # type: ignore[attr-defined]
+                        if request.is_finished and request.request_id not in outputs:
+                            outputs[request.request_id] = engine.output(request)
+                            bar.update(len(outputs) - bar.n)
+                    seconds = bar.format_dict["elapsed"]
+                    if use_tqdm and seconds:
+                        rates = f"in {num_in / seconds:.0f} tok/s, out {num_out / seconds:.0f} tok/s"
+                        bar.set_postfix_str(rates, refresh=False)
+        finally:
+            for request in requests:
+                engine.abort(request.request_id)
+        return [outputs[r.request_id] for r in requests]
+
+
+def _increment(output: RequestOutput, seen: list[tuple[int, int]]) -> RequestOutput:
+    for completion, (num_chars, num_tokens) in zip(output.outputs, seen):
+        completion.text = completion.text[num_chars:]
+        completion.token_ids = completion.token_ids[num_tokens:]
+        if completion.logprobs is not None:
+            completion.logprobs = completion.logprobs[num_tokens:]
+    output.__post_init__()
+    return output
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[list[int]]:
+    """Ctrl-C fills the yielded list instead of raising inside a step; a second Ctrl-C raises at once."""
+    signals: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
+    previous = signal.getsignal(signal.SIGINT)
+
+    def on_interrupt(number: int, frame: Any) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
+    signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGINT, previous)

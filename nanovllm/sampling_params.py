@@ -1,0 +1,101 @@
+"""What a request asks of the sampler. Field names, defaults and ranges are vLLM's, except where DESIGN names another."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+_MAX_LOGPROBS = 20
+_MAX_STOP_STRINGS = 64
+
+
+def _number(name: str, value: Any, low: float, high: float, low_open: bool = False) -> None:
+    bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+    if bad or not low <= value <= high or (low_open and value == low):
+        bounds = f"{'(' if low_open else '['}{low}, {high}]"
+        raise ValueError(f"SamplingParams.{name}: expected a number in {bounds}, got {value!r}")
+
+
+def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"SamplingParams.{name}: expected an integer {allowed}, got {value!r}")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request; validated when made.
+
+    Args:
+        temperature: divides the logits; 0 is exact greedy (the lowest id on ties).
+        top_k: keep the k largest logits; -1 or 0 keeps all.
+        top_p: keep the smallest set of most likely tokens whose probability reaches top_p, after min_p and top_k.
+        min_p: keep tokens at least min_p times as likely as the most likely one.
+        max_tokens: tokens to generate at most; a model's or the pool's limit may end the request earlier.
+        min_tokens: EOS and stop tokens cannot be sampled before this many tokens.
+        ignore_eos: do not stop at the model's EOS tokens.
+        stop: strings that end the output; the text ends before the first of them.
+        stop_token_ids: ids that end the output, beside the model's EOS ids.
+        seed: same seed, same prompt, same tokens, alone or in any batch; None: derived from the engine's seed.
+        n: number of independent completions.
+        logprobs: number of most likely tokens to report at each position (0: only the sampled one), at most 20.
+            They are of the raw logits, before temperature, penalties and bias.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output (CTRL).
+        presence_penalty: subtracted from the logits of tokens present in the output.
+        frequency_penalty: times the token's count in the output, subtracted.
+        logit_bias: token id to a value added to its logit.
+        skip_special_tokens: leave special tokens out of the text (they stay in token_ids).
+    Raises:
+        ValueError: a value is out of range; the text names field, value and range. TypeError: an unknown keyword.
+    """
+
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | None = None
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+    stop_strings: tuple[str, ...] = field(init=False, repr=False)  # `stop`, always a tuple
+
+    def __post_init__(self) -> None:
+        _number("temperature", self.temperature, 0, 1e4)
+        _integer("top_k", self.top_k, -1)
+        _number("top_p", self.top_p, 0, 1, low_open=True)
+        _number("min_p", self.min_p, 0, 1)
+        _integer("max_tokens", self.max_tokens, 1)
+        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _integer("n", self.n, 1, 1024)
+        _number("repetition_penalty", self.repetition_penalty, 0, 1e4, low_open=True)
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _integer("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
+        for token_id in self.stop_token_ids or ():
+            _integer("stop_token_ids", token_id, 0)
+        for token_id, bias in (self.logit_bias or {}).items():
+            _integer("logit_bias", token_id, 0)
+            _number("logit_bias", bias, -1e4, 1e4)
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if len(stop) > _MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(
+                f"SamplingParams.stop: expected up to {_MAX_STOP_STRINGS} non-empty strings, got {self.stop!r}"
+            )
+        object.__setattr__(self, "stop_strings", stop)
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

@@ -13,7 +13,8 @@ class Context:
 
     Row r < num_decode is the newest token of decode sequence r; rows num_decode.. are the chunks of the P
     prefill sequences, one after the other. A block table lists a sequence's cache blocks in logical order:
-    position p is in block table[p // block_size], at offset p % block_size. Unused entries are -1, never read.
+    position p is in block table[p // block_size], at offset p % block_size. Unused entries are -1, never
+    read.
     """
 
     slot_mapping: Tensor
@@ -35,8 +36,8 @@ class Context:
     context_lens: Tensor
     """[P] int32: tokens of sequence i in the cache after this forward; its last row attends to them all."""
     block_tables: Tensor | None
-    """[P, M] int32: row i is the block table of prefill sequence i; None when no chunk has cached tokens before
-    it, so that attention reads the packed keys and values of this forward."""
+    """[P, M] int32: row i is the block table of prefill sequence i; None when no chunk has cached tokens
+    before it, so that attention reads the packed keys and values of this forward."""
     max_seqlen_q: int
     """The longest chunk, in tokens; 0 without prefill."""
 

@@ -155,9 +155,7 @@ def _check_no_sliding_window(hf_config: Any) -> None:
 
 
 def _dtype(hf_config: Any) -> torch.dtype:
-    value = getattr(hf_config, "dtype", None)
-    if value is None:
-        value = getattr(hf_config, "torch_dtype", None)
+    value = getattr(hf_config, "dtype" if hasattr(hf_config, "dtype") else "torch_dtype", None)
     if value is None:
         return DEFAULT_DTYPE
     name = str(value).removeprefix("torch.")
@@ -167,7 +165,7 @@ def _dtype(hf_config: Any) -> torch.dtype:
 
 
 def _rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """One dict with rope_type and rope_theta, from rope_parameters (5.x), rope_scaling and top-level fields."""
+    """One dict with rope_type and rope_theta, of rope_parameters (5.x), rope_scaling and top-level fields."""
     rope = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
     for name in ("rope_theta", "partial_rotary_factor"):
         if rope.get(name) is None:
@@ -217,7 +215,7 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
 
 
 def _max_positions(hf_config: Any, scaling: RopeScaling) -> int:
-    """YaRN checkpoints may keep the length before scaling here; the model reaches factor times that length."""
+    """YaRN checkpoints may give the length before scaling here; the model reaches factor times that."""
     positions = _required(hf_config, "max_position_embeddings")
     if scaling.rope_type == "yarn":
         return max(positions, int(scaling.original_max_position_embeddings * scaling.factor))

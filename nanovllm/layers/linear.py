@@ -1,0 +1,69 @@
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm import ops
+from nanovllm.layers.parameter import Shard, make_parameter
+
+SKINNY_ROWS = 16  # ops.skinny_linear takes up to so many rows
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, by the operator that reads the weight once when a CPU decode has few rows.
+
+    Args:
+        x: [num_tokens, in] in the dtype of weight.
+        weight: [out, in].
+        bias: [out] or None.
+    Returns:
+        [num_tokens, out].
+    """
+    if x.is_cpu and x.shape[0] <= SKINNY_ROWS:
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        ops.skinny_linear(out, x, weight, bias)
+        return out
+    return F.linear(x, weight, bias)
+
+
+class LinearBase(nn.Module):
+    """y = x @ weight.T + bias; weight [out, in], of one or several checkpoint tensors stacked along out."""
+
+    def __init__(self, input_size: int, shards: dict[Shard, int], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        output_size = sum(shards.values())
+        self.weight = make_parameter((output_size, input_size), dtype, shards)
+        self.bias = make_parameter((output_size,), dtype, shards) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class QKVParallelLinear(LinearBase):
+    """The query, key and value projections in one: [T, hidden] -> [T, (num_q_heads + 2 num_kv_heads) *
+    head_dim]."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        head_dim: int,
+        num_q_heads: int,
+        num_kv_heads: int,
+        bias: bool,
+        dtype: torch.dtype,
+    ) -> None:
+        kv_size = num_kv_heads * head_dim
+        super().__init__(hidden_size, {"q": num_q_heads * head_dim, "k": kv_size, "v": kv_size}, bias, dtype)
+
+
+class MergedColumnParallelLinear(LinearBase):
+    """Several projections of one input, side by side in the output; shard i is the i-th."""
+
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(input_size, dict(enumerate(output_sizes)), bias, dtype)
+
+
+class RowParallelLinear(LinearBase):
+    """The projection back to the hidden size, after attention and in the MLP."""
+
+    def __init__(self, input_size: int, output_size: int, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__(input_size, {None: output_size}, bias, dtype)

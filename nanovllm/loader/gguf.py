@@ -1,0 +1,184 @@
+"""GGUF models by their Hugging Face names: config, end-of-sequence ids, and dequantised tensors.
+
+The metadata keys and tensor names are those that llama.cpp's convert_hf_to_gguf.py writes.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from torch import Tensor
+from transformers import AutoConfig
+
+from nanovllm.loader.gguf_file import GgufFile, GgufTensor
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_QUANTS = (
+    GGMLQuantizationType.F32,
+    GGMLQuantizationType.F16,
+    GGMLQuantizationType.BF16,
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q6_K,
+)
+_PLAIN_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_ROPE_FREQS = "rope_freqs.weight"  # Llama 3's scaling, as a divisor of each frequency
+_MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER_MODULES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CHUNK = 1 << 22  # elements dequantised at once: temporaries stay in tens of megabytes
+
+
+def _hf_name(name: str) -> str:
+    """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; an unknown name stays as it is."""
+    module, _, leaf = name.rpartition(".")
+    if module.startswith("blk."):
+        _, layer, module = module.split(".", 2)
+        return f"model.layers.{layer}.{_LAYER_MODULES[module]}.{leaf}" if module in _LAYER_MODULES else name
+    return f"{_MODULES[module]}.{leaf}" if module in _MODULES else name
+
+
+class GgufCheckpoint:
+    """One GGUF file as nanovllm.loader.weights.Checkpoint.
+
+    Raises:
+        ValueError: the file does not parse, its architecture or a tensor's type is not supported, or a
+            metadata key is missing; the text names it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.file = GgufFile(path)
+        self.architecture = self.file.metadata.get("general.architecture")
+        if self.architecture not in _ARCHITECTURES:
+            raise ValueError(
+                f"{path}: general.architecture: expected one of {', '.join(_ARCHITECTURES)}, "
+                f"got {self.architecture}"
+            )
+        for name, tensor in self.file.tensors.items():
+            if tensor.quant not in _QUANTS:
+                supported = ", ".join(quant.name for quant in _QUANTS)
+                raise ValueError(
+                    f"{path}: {name}: expected one of the types {supported}, got {tensor.quant.name}"
+                )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {_hf_name(name): tensor.shape for name, tensor in self._weights()}
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._weights():
+            yield _hf_name(name), self._dequantized(name, tensor, dtype)
+
+    def _weights(self) -> Iterator[tuple[str, GgufTensor]]:
+        return ((name, tensor) for name, tensor in self.file.tensors.items() if name != _ROPE_FREQS)
+
+    def _dequantized(self, name: str, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
+        """Read and convert a few rows at a time."""
+        *_, columns = tensor.shape
+        block, block_bytes = GGML_QUANT_SIZES[tensor.quant]
+        row_bytes = columns // block * block_bytes
+        rows = tensor.num_bytes // row_bytes
+        out = torch.empty(rows, columns, dtype=dtype, device="cpu")
+        step = max(1, _CHUNK // columns)
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            offset = tensor.offset + first * row_bytes
+            raw = np.fromfile(self.file.path, np.uint8, count * row_bytes, offset=offset).reshape(
+                count, row_bytes
+            )
+            out[first : first + count] = torch.from_numpy(dequantize(raw, tensor.quant))
+        return self._unpermuted(name, out.view(tensor.shape))
+
+    def _unpermuted(self, name: str, tensor: Tensor) -> Tensor:
+        """llama.cpp pairs neighbours in the rotary embedding and stores llama's q and k rows in that order;
+        undo it."""
+        is_query = ".attn_q." in name
+        if self.architecture != "llama" or not (is_query or ".attn_k." in name):
+            return tensor
+        heads = self._get("attention.head_count" if is_query else "attention.head_count_kv")
+        return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+
+    def _get(self, key: str, *default: Any) -> Any:
+        """The metadata value of <architecture>.<key>."""
+        value = self.file.metadata.get(f"{self.architecture}.{key}", *default)
+        if value is None and not default:
+            raise ValueError(
+                f"{self.file.path}: expected the metadata key {self.architecture}.{key}, got none"
+            )
+        return value
+
+    def hf_config(self) -> Any:
+        """The transformers config that this model would have had.
+
+        Raises:
+            NotImplementedError: mixture of experts or a rotary scaling that is not supported, by name.
+        """
+        if self._get("expert_count", 0):
+            raise NotImplementedError(
+                f"{self.file.path}: {self.architecture}.expert_count: mixtures are not supported"
+            )
+        tensors, metadata = self.file.tensors, self.file.metadata
+        hidden_size, num_heads = self._get("embedding_length"), self._get("attention.head_count")
+        head_dim = self._get("attention.key_length", hidden_size // num_heads)
+        config = AutoConfig.for_model(
+            self.architecture,
+            architectures=[_ARCHITECTURES[self.architecture]],
+            vocab_size=tensors["token_embd.weight"].shape[0],
+            num_hidden_layers=self._get("block_count"),
+            hidden_size=hidden_size,
+            intermediate_size=self._get("feed_forward_length"),
+            num_attention_heads=num_heads,
+            num_key_value_heads=self._get("attention.head_count_kv", num_heads),
+            head_dim=head_dim,
+            max_position_embeddings=self._get("context_length"),
+            rms_norm_eps=self._get("attention.layer_norm_rms_epsilon"),
+            rope_theta=self._get("rope.freq_base", 10000.0),  # the default of the format
+            rope_scaling=self._rope_scaling(),
+            partial_rotary_factor=self._get("rope.dimension_count", head_dim) / head_dim,
+            attention_bias=self.architecture != "qwen2" and "blk.0.attn_q.bias" in tensors,
+            mlp_bias="blk.0.ffn_gate.bias" in tensors,
+            tie_word_embeddings="output.weight" not in tensors,
+            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+            eos_token_id=metadata.get("tokenizer.ggml.eos_token_id"),
+            sliding_window=self._get("attention.sliding_window", 0) or None,
+            use_sliding_window=bool(self._get("attention.sliding_window", 0)),
+            dtype=_PLAIN_DTYPES.get(tensors["token_embd.weight"].quant.name),
+        )
+        if _ROPE_FREQS in tensors:
+            divisors = self._dequantized(_ROPE_FREQS, tensors[_ROPE_FREQS], torch.float32)
+            config.rope_freq_divisors = divisors.tolist()
+        return config
+
+    def _rope_scaling(self) -> dict[str, Any] | None:
+        kind = self._get("rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        if self._get("rope.scaling.attn_factor", 1.0) != 1.0:
+            raise NotImplementedError(
+                f"{self.file.path}: {self.architecture}.rope.scaling.attn_factor is not supported"
+            )
+        scaling = {"rope_type": kind, "factor": self._get("rope.scaling.factor")}
+        original = self._get("rope.scaling.original_context_length", None)
+        return scaling if original is None else scaling | {"original_max_position_embeddings": original}
+
+    def eos_token_ids(self) -> list[int]:
+        """Ids that end a text or a turn, without duplicates."""
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        ids = (self.file.metadata.get(f"tokenizer.ggml.{key}") for key in keys)
+        return list(dict.fromkeys(token for token in ids if token is not None))

@@ -1,0 +1,94 @@
+"""Where a model comes from: directory, GGUF file or hub id; and its configs and tokenizer."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from nanovllm.loader.gguf import GgufCheckpoint
+from nanovllm.models.registry import check_architecture
+
+_ACCEPTED = "a directory with config.json, a .gguf file, or a Hugging Face hub id like org/name"
+_DOWNLOADED = [
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+]  # config, weights, tokenizer, chat template
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model on this machine: "hf", a directory of config.json and safetensors, or "gguf", one file."""
+
+    kind: Literal["hf", "gguf"]
+    path: Path
+
+
+def resolve(model: str | Path, revision: str | None = None, token: str | None = None) -> ModelSource:
+    """Find a model, and download it when it is a hub id that the local hub cache lacks.
+
+    Args:
+        model: a directory with config.json, a .gguf file, or a hub id `org/name`.
+        revision: branch, tag or commit of a hub id.
+        token: access token of a gated or private hub id; None takes the one that `hf auth login` stored.
+    Raises:
+        ValueError: nothing usable is there; the text says what is accepted.
+    """
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"model: expected {_ACCEPTED}, got the file {path}")
+        return ModelSource("gguf", path)
+    if not path.is_dir():
+        path = _download(str(model), revision, token)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model: expected {_ACCEPTED}, got {path}, which has no config.json")
+    return ModelSource("hf", path)
+
+
+def _download(model: str, revision: str | None, token: str | None) -> Path:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.endswith(".gguf"):
+        raise ValueError(f"model: expected {_ACCEPTED}, got {model!r}, which does not exist")
+    try:
+        return Path(snapshot_download(model, revision=revision, token=token, allow_patterns=_DOWNLOADED))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ConnectionError) as error:
+        raise ValueError(
+            f"model: expected {_ACCEPTED}, got {model!r}, which is no local path and could not be had from "
+            f"the hub: {error}"
+        ) from error
+
+
+def load_hf_config(source: ModelSource) -> Any:
+    """The transformers config of a model, for ModelConfig.from_hf.
+
+    Raises:
+        ValueError: the architecture is not supported; told before transformers or weights are asked.
+    """
+    if source.kind == "gguf":
+        return GgufCheckpoint(source.path).hf_config()
+    raw = json.loads((source.path / "config.json").read_text())
+    check_architecture(raw.get("architectures"))
+    return AutoConfig.from_pretrained(source.path)
+
+
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
+    """The model's tokenizer with its chat template, which a GGUF file carries inside."""
+    if source.kind == "gguf":
+        return AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    return AutoTokenizer.from_pretrained(source.path)
+
+
+def load_generation_config(source: ModelSource) -> GenerationConfig | None:
+    """End-of-sequence ids and sampling defaults; None for a directory without generation_config.json."""
+    if source.kind == "gguf":
+        return GenerationConfig(eos_token_id=GgufCheckpoint(source.path).eos_token_ids())
+    if not (source.path / "generation_config.json").is_file():
+        return None
+    return GenerationConfig.from_pretrained(source.path)

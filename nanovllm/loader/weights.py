@@ -1,0 +1,138 @@
+"""Streams a checkpoint's tensors into a model, one at a time, once all names and shapes agree."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from nanovllm.loader.gguf import GgufCheckpoint
+from nanovllm.loader.source import ModelSource
+
+_NAMES_SHOWN = 5
+
+
+class Checkpoint(Protocol):
+    """Named tensors on disk, by their Hugging Face names."""
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor; reads no tensor."""
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor on the CPU, in any floating dtype (`dtype` is the one it will be copied to).
+
+        A tensor may be dropped as soon as the next is asked for: that is what keeps loading within the memory
+        of the model and its largest tensor.
+        """
+
+
+class SafetensorsCheckpoint:
+    """model.safetensors, or the shards that model.safetensors.index.json lists."""
+
+    def __init__(self, path: Path) -> None:
+        self.files = _safetensors_files(path)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for file in self.files:
+            with safe_open(file, framework="pt") as tensors:
+                names = tensors.offset_keys()
+                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        return shapes
+
+    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for file in self.files:
+            with safe_open(file, framework="pt") as tensors:
+                names = tensors.offset_keys()
+            for name in names:
+                # A mapped file keeps every page that was read; closing it after each tensor lets them go.
+                with safe_open(file, framework="pt") as tensors:
+                    yield name, tensors.get_tensor(name)
+
+
+def _safetensors_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [path / name for name in names]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ValueError(f"{path}: expected every shard of {index.name}, missing {_listed(missing)}")
+        return files
+    if (path / "model.safetensors").is_file():
+        return [path / "model.safetensors"]
+    found = sorted(file.name for file in path.glob("*.bin"))
+    raise ValueError(
+        f"{path}: expected model.safetensors or model.safetensors.index.json, got "
+        + (f"{_listed(found)}, whose pickle format is not supported" if found else "neither")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """The parameter, or the shard of a fused one, that a checkpoint tensor fills."""
+
+    param: nn.Parameter
+    shard: str | int | None
+    shape: tuple[int, ...]
+
+
+def load_weights(model: nn.Module, source: ModelSource) -> None:
+    """Fill every parameter of `model` from its checkpoint, converted to the parameter's dtype and device.
+
+    Peak memory grows by the model and about one tensor. Shapes are compared before the first tensor is read.
+
+    Raises:
+        ValueError: tensors that are missing, unexpected or misshapen (first names and counts, all in one
+            text), a shard that is missing, or a format that is not supported.
+    """
+    checkpoint = GgufCheckpoint(source.path) if source.kind == "gguf" else SafetensorsCheckpoint(source.path)
+    targets = _targets(model)
+    _check_complete(checkpoint.shapes(), targets, source.path)
+    dtype = next(model.parameters()).dtype
+    for name, tensor in checkpoint.tensors(dtype):
+        if name in targets:
+            target = targets[name]
+            target.param.weight_loader(target.param, tensor, target.shard)
+
+
+def _targets(model: nn.Module) -> dict[str, _Target]:
+    """Checkpoint name -> target; a fused parameter has one a shard, named by packed_modules_mapping."""
+    unpacked = {packed: name for name, packed in model.packed_modules_mapping.items()}
+    targets = {}
+    for name, param in model.named_parameters():
+        *path, module, leaf = name.split(".")
+        for shard, rows in param.shards.items():
+            source_module = module if shard is None else unpacked[module, shard]
+            targets[".".join([*path, source_module, leaf])] = _Target(param, shard, (rows, *param.shape[1:]))
+    return targets
+
+
+def _check_complete(shapes: dict[str, tuple[int, ...]], targets: dict[str, _Target], path: Path) -> None:
+    missing = [name for name in targets if name not in shapes]
+    unexpected = [name for name in shapes if name not in targets and not _may_be_extra(name)]
+    misshapen = [
+        f"{name} (expected {list(target.shape)}, got {list(shapes[name])})"
+        for name, target in targets.items()
+        if name in shapes and shapes[name] != target.shape
+    ]
+    faults = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
+    if any(faults.values()):
+        text = "; ".join(
+            f"{len(names)} {fault}: {_listed(names)}" for fault, names in faults.items() if names
+        )
+        raise ValueError(f"{path}: expected exactly the model's tensors, got {text}")
+
+
+def _may_be_extra(name: str) -> bool:
+    """A tied head is the embedding again (an untied one has a target); rotary frequencies are computed."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,114 @@
+"""The dense decoder that Qwen3, Qwen2, Llama and Mistral share; ModelConfig says where they differ."""
+
+from torch import Tensor, nn
+
+from nanovllm.layers.activation import SiluAndMul
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layernorm import RMSNorm
+from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.rotary import RotaryEmbedding
+from nanovllm.models.config import ModelConfig
+
+
+class DecoderAttention(nn.Module):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
+        super().__init__()
+        heads = config.num_q_heads, config.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, config.head_dim, *heads, config.qkv_bias, config.dtype
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_q_heads * config.head_dim, config.hidden_size, config.o_bias, config.dtype
+        )
+        self.attn = Attention(*heads, config.head_dim, config.rms_norm_eps, rotary_emb, config.dtype)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.dtype)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.dtype)
+        self.qk_norm = config.qk_norm
+
+    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+        # The norms of q and k run inside the rotary operator: only their weights are used here.
+        weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else ()
+        return self.o_proj(self.attn(self.qkv_proj(hidden_states), positions, *weights))
+
+
+class DecoderMLP(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden_size, size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(
+            hidden_size, [size, size], config.mlp_bias, config.dtype
+        )
+        self.down_proj = RowParallelLinear(size, hidden_size, config.mlp_bias, config.dtype)
+        self.act_fn = SiluAndMul()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
+        super().__init__()
+        self.self_attn = DecoderAttention(config, rotary_emb)
+        self.mlp = DecoderMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's output, and the residual stream that the next norm adds it to."""
+        if residual is None:
+            hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
+        else:
+            hidden_states, residual = self.input_layernorm(hidden_states, residual)
+        hidden_states = self.self_attn(positions, hidden_states)
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
+        return self.mlp(hidden_states), residual
+
+
+class DecoderModel(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        rotary_emb = RotaryEmbedding(config)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, config.dtype)
+        self.layers = nn.ModuleList(DecoderLayer(config, rotary_emb) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        hidden_states, residual = self.embed_tokens(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(positions, hidden_states, residual)
+        hidden_states, _ = self.norm(hidden_states, residual)
+        return hidden_states
+
+
+class DecoderForCausalLM(nn.Module):
+    """A decoder with its head. Parameters are uninitialised: fill them with nanovllm.loader.
+
+    Build it within `torch.device(...)` to place it, and call it within `set_context(...)`.
+    """
+
+    packed_modules_mapping = {
+        "q_proj": ("qkv_proj", "q"),
+        "k_proj": ("qkv_proj", "k"),
+        "v_proj": ("qkv_proj", "v"),
+        "gate_proj": ("gate_up_proj", 0),
+        "up_proj": ("gate_up_proj", 1),
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderModel(config)
+        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, config.dtype, tied_to)
+
+    def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states [T, hidden] after the last norm, of token ids [T] int64 at positions [T] int64."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """Logits [rows, vocab_size] of hidden states [rows, hidden]."""
+        return self.lm_head(hidden_states)

@@ -54,9 +54,7 @@ def tiny_model(architecture: str, seed: int = 0, **overrides: Any) -> PreTrained
     return model
 
 
-def save_tiny(
-    path: Path, architecture: str, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any
-) -> Path:
+def save_tiny(path: Path, architecture: str, seed: int = 0, max_shard_size: str = "1GB", **overrides: Any) -> Path:
     """Write such a model to `path` as config.json and safetensors; returns `path`."""
     tiny_model(architecture, seed, **overrides).save_pretrained(path, max_shard_size=max_shard_size)
     return path

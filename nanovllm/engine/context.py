@@ -21,10 +21,11 @@ class Context:
     """[T] int64: where row r's key and value go, block * block_size + offset; -1 stores nothing."""
     num_decode: int
     """D; 0 for a pure prefill, T for a pure decode."""
-    decode_block_tables: Tensor
-    """[D, M] int32: row r is the block table of decode sequence r."""
-    decode_context_lens: Tensor
-    """[D] int32: keys that row r attends to, its own included; 0 for a padding row, whose output is 0."""
+    decode_block_tables: Tensor | None
+    """[D, M] int32: row r is the block table of decode sequence r. None is allowed when D is 0."""
+    decode_context_lens: Tensor | None
+    """[D] int32: keys that row r attends to, its own included; 0 for a padding row, whose output is 0. None is
+    allowed when D is 0."""
     plan: Tensor
     """int32: the split of the decode work, filled by ops.decode_plan once a step."""
     workspace: Tensor
@@ -69,7 +70,5 @@ def get_context() -> Context:
         RuntimeError: none is set.
     """
     if _current is None:
-        raise RuntimeError(
-            "get_context: expected a running forward, got none: call the model within set_context(...)"
-        )
+        raise RuntimeError("get_context: expected a running forward, got none: call the model within set_context(...)")
     return _current

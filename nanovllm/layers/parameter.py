@@ -6,9 +6,7 @@ from torch import Tensor, nn
 Shard = str | int | None  # which part of a fused parameter; None: all of a plain one
 
 
-def make_parameter(
-    shape: tuple[int, ...], dtype: torch.dtype, shards: dict[Shard, int] | None = None
-) -> nn.Parameter:
+def make_parameter(shape: tuple[int, ...], dtype: torch.dtype, shards: dict[Shard, int] | None = None) -> nn.Parameter:
     """An uninitialised parameter with the two attributes that the weight loader uses.
 
     `shards` maps each shard, in storage order, to its rows; one checkpoint tensor [rows, *shape[1:]] fills

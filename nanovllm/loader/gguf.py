@@ -68,15 +68,12 @@ class GgufCheckpoint:
         self.architecture = self.file.metadata.get("general.architecture")
         if self.architecture not in _ARCHITECTURES:
             raise ValueError(
-                f"{path}: general.architecture: expected one of {', '.join(_ARCHITECTURES)}, "
-                f"got {self.architecture}"
+                f"{path}: general.architecture: expected one of {', '.join(_ARCHITECTURES)}, got {self.architecture}"
             )
         for name, tensor in self.file.tensors.items():
             if tensor.quant not in _QUANTS:
                 supported = ", ".join(quant.name for quant in _QUANTS)
-                raise ValueError(
-                    f"{path}: {name}: expected one of the types {supported}, got {tensor.quant.name}"
-                )
+                raise ValueError(f"{path}: {name}: expected one of the types {supported}, got {tensor.quant.name}")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {_hf_name(name): tensor.shape for name, tensor in self._weights()}
@@ -99,9 +96,7 @@ class GgufCheckpoint:
         for first in range(0, rows, step):
             count = min(step, rows - first)
             offset = tensor.offset + first * row_bytes
-            raw = np.fromfile(self.file.path, np.uint8, count * row_bytes, offset=offset).reshape(
-                count, row_bytes
-            )
+            raw = np.fromfile(self.file.path, np.uint8, count * row_bytes, offset=offset).reshape(count, row_bytes)
             out[first : first + count] = torch.from_numpy(dequantize(raw, tensor.quant))
         return self._unpermuted(name, out.view(tensor.shape))
 
@@ -118,9 +113,7 @@ class GgufCheckpoint:
         """The metadata value of <architecture>.<key>."""
         value = self.file.metadata.get(f"{self.architecture}.{key}", *default)
         if value is None and not default:
-            raise ValueError(
-                f"{self.file.path}: expected the metadata key {self.architecture}.{key}, got none"
-            )
+            raise ValueError(f"{self.file.path}: expected the metadata key {self.architecture}.{key}, got none")
         return value
 
     def hf_config(self) -> Any:
@@ -130,9 +123,7 @@ class GgufCheckpoint:
             NotImplementedError: mixture of experts or a rotary scaling that is not supported, by name.
         """
         if self._get("expert_count", 0):
-            raise NotImplementedError(
-                f"{self.file.path}: {self.architecture}.expert_count: mixtures are not supported"
-            )
+            raise NotImplementedError(f"{self.file.path}: {self.architecture}.expert_count: mixtures are not supported")
         tensors, metadata = self.file.tensors, self.file.metadata
         hidden_size, num_heads = self._get("embedding_length"), self._get("attention.head_count")
         head_dim = self._get("attention.key_length", hidden_size // num_heads)

@@ -57,9 +57,7 @@ class GgufFile:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 self._parse(_Cursor(data))
         except (struct.error, ValueError) as error:
-            raise ValueError(
-                f"{path}: expected a GGUF file, got {size} bytes that do not parse: {error}"
-            ) from error
+            raise ValueError(f"{path}: expected a GGUF file, got {size} bytes that do not parse: {error}") from error
         end = max((tensor.offset + tensor.num_bytes for tensor in self.tensors.values()), default=0)
         if end > size:
             raise ValueError(f"{path}: expected at least {end} bytes, got {size}: the file is truncated")
@@ -67,9 +65,7 @@ class GgufFile:
     def _parse(self, cursor: "_Cursor") -> None:
         magic, version, num_tensors, num_keys = cursor.unpack("<4sIQQ")
         if magic != b"GGUF" or version not in _VERSIONS:
-            raise ValueError(
-                f"expected magic GGUF and version 2 or 3, little-endian, got {magic!r} and {version}"
-            )
+            raise ValueError(f"expected magic GGUF and version 2 or 3, little-endian, got {magic!r} and {version}")
         for _ in range(num_keys):
             key = cursor.string()
             value = cursor.value(GGUFValueType(cursor.unpack("<I")[0]))

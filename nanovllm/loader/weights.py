@@ -122,9 +122,7 @@ def _check_complete(shapes: dict[str, tuple[int, ...]], targets: dict[str, _Targ
     ]
     faults = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     if any(faults.values()):
-        text = "; ".join(
-            f"{len(names)} {fault}: {_listed(names)}" for fault, names in faults.items() if names
-        )
+        text = "; ".join(f"{len(names)} {fault}: {_listed(names)}" for fault, names in faults.items() if names)
         raise ValueError(f"{path}: expected exactly the model's tensors, got {text}")
 
 

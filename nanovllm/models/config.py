@@ -13,9 +13,7 @@ import torch
 from nanovllm.models.registry import check_architecture
 
 DEFAULT_DTYPE = torch.bfloat16  # of a checkpoint that names none
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)
-}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -32,9 +30,7 @@ class RopeScaling:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the correction range to whole dimensions
-    freq_divisors: tuple[float, ...] | None = (
-        None  # [rotary_dim / 2], divides each frequency: how GGUF stores llama3
-    )
+    freq_divisors: tuple[float, ...] | None = None  # [rotary_dim / 2], divides each frequency: how GGUF stores llama3
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +81,7 @@ class ModelConfig:
         num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_q_heads
         if num_q_heads % num_kv_heads:
             raise ValueError(
-                f"num_key_value_heads: expected a divisor of num_attention_heads={num_q_heads}, "
-                f"got {num_kv_heads}"
+                f"num_key_value_heads: expected a divisor of num_attention_heads={num_q_heads}, got {num_kv_heads}"
             )
         head_dim = getattr(hf_config, "head_dim", None) or hidden_size // num_q_heads
         rope = _rope_parameters(hf_config)
@@ -171,9 +166,7 @@ def _rope_parameters(hf_config: Any) -> dict[str, Any]:
         if rope.get(name) is None:
             rope[name] = getattr(hf_config, name, None)
     if rope["rope_theta"] is None:
-        raise ValueError(
-            "rope_theta: expected a number at the top level of the config or in rope_parameters, got none"
-        )
+        raise ValueError("rope_theta: expected a number at the top level of the config or in rope_parameters, got none")
     rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     divisors = getattr(hf_config, "rope_freq_divisors", None)  # set by nanovllm.loader.gguf
     rope["freq_divisors"] = None if divisors is None else tuple(divisors)

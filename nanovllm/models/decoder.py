@@ -15,9 +15,7 @@ class DecoderAttention(nn.Module):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         heads = config.num_q_heads, config.num_kv_heads
-        self.qkv_proj = QKVParallelLinear(
-            config.hidden_size, config.head_dim, *heads, config.qkv_bias, config.dtype
-        )
+        self.qkv_proj = QKVParallelLinear(config.hidden_size, config.head_dim, *heads, config.qkv_bias, config.dtype)
         self.o_proj = RowParallelLinear(
             config.num_q_heads * config.head_dim, config.hidden_size, config.o_bias, config.dtype
         )
@@ -37,9 +35,7 @@ class DecoderMLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden_size, size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(
-            hidden_size, [size, size], config.mlp_bias, config.dtype
-        )
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], config.mlp_bias, config.dtype)
         self.down_proj = RowParallelLinear(size, hidden_size, config.mlp_bias, config.dtype)
         self.act_fn = SiluAndMul()
 
@@ -55,9 +51,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
-    def forward(
-        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """The layer's output, and the residual stream that the next norm adds it to."""
         if residual is None:
             hidden_states, residual = self.input_layernorm(hidden_states), hidden_states

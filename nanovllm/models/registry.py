@@ -22,9 +22,7 @@ def check_architecture(architectures: list[str] | None) -> str:
     """
     supported = ", ".join(_MODULES)
     if not architectures:
-        raise ValueError(
-            f"architectures: expected one of {supported}, got none: config.json does not name one"
-        )
+        raise ValueError(f"architectures: expected one of {supported}, got none: config.json does not name one")
     if architectures[0] not in _MODULES:
         raise ValueError(f"architectures: expected one of {supported}, got {architectures[0]}")
     return architectures[0]

@@ -57,9 +57,7 @@ def test_table_equals_transformers(scaling, theta):
 
 
 def test_default_table_equals_transformers():
-    config = ModelConfig.from_hf(
-        tiny_config("LlamaForCausalLM", head_dim=128, max_position_embeddings=131072)
-    )
+    config = ModelConfig.from_hf(tiny_config("LlamaForCausalLM", head_dim=128, max_position_embeddings=131072))
     inv_freq = 1.0 / (10000.0 ** (torch.arange(0, 128, 2, dtype=torch.int64).float() / 128))
     positions = torch.cat((torch.arange(0, 200), torch.arange(131072 - 200, 131072)))
     expected = table_of(inv_freq, 1.0, positions)
@@ -71,9 +69,7 @@ def test_divisors_divide_each_frequency():
     plain = ModelConfig.from_hf(hf_config)
     hf_config.rope_freq_divisors = [1.0, 2.0, 4.0, 8.0]
     divided = cos_sin_table(ModelConfig.from_hf(hf_config))
-    expected = torch.stack(
-        [cos_sin_table(plain)[8 // d :: 8 // d][:10, i] for i, d in enumerate((1, 2, 4, 8))]
-    )
+    expected = torch.stack([cos_sin_table(plain)[8 // d :: 8 // d][:10, i] for i, d in enumerate((1, 2, 4, 8))])
     torch.testing.assert_close(divided[8:88:8, :4].T, expected, atol=1e-5, rtol=0)
 
 

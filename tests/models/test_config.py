@@ -104,9 +104,7 @@ def test_unsupported_dtype():
         ModelConfig.from_hf(plain_config(dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    "architectures, got", [(["GPT2LMHeadModel"], "got GPT2LMHeadModel"), (None, "got none")]
-)
+@pytest.mark.parametrize("architectures, got", [(["GPT2LMHeadModel"], "got GPT2LMHeadModel"), (None, "got none")])
 def test_unsupported_architecture_lists_the_supported(architectures, got):
     with pytest.raises(ValueError, match=f"Qwen3ForCausalLM.*LlamaForCausalLM.*{got}"):
         ModelConfig.from_hf(plain_config(architectures=architectures))

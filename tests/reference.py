@@ -77,8 +77,8 @@ def slot_mapping(
             block = int(block_tables[b, pos // block_size])
             positions[t] = pos
             slots[t] = block * block_size + pos % block_size if block >= 0 else -1
-    device = block_tables.device
-    return torch.tensor(positions, device=device), torch.tensor(slots, device=device)
+    i64 = {"dtype": torch.int64, "device": block_tables.device}
+    return torch.tensor(positions, **i64), torch.tensor(slots, **i64)
 
 
 def store_kv_cache(x: Tensor, cache: Tensor, slots: Tensor, scale: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a request asks of the sampler. Field names, defaults and ranges are vLLM's, except where DESIGN names another."""
+"""What a request asks of the sampler. Names and ranges are those of vLLM."""
 
 from __future__ import annotations
 

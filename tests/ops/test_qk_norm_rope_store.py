@@ -78,9 +78,7 @@ def check(args: list[Any]) -> None:
     qkv, q_weight, k_weight, cos_sin, positions, k_cache, v_cache, slots, k_scale, v_scale, *heads, eps = args
     before, empty = qkv.clone(), (k_cache.clone(), v_cache.clone())
     ops.qk_norm_rope_store(*args)
-    reference.assert_accurate(
-        qkv, reference.qk_norm_rope, before, q_weight, k_weight, cos_sin, positions, *heads, eps
-    )
+    reference.assert_accurate(qkv, reference.qk_norm_rope, before, q_weight, k_weight, cos_sin, positions, *heads, eps)
     _, k, v = parts(qkv, *heads)
     reference.assert_same_bits(v, parts(before, *heads)[2], "v")
     reference.assert_same_bits(k_cache, reference.store_kv_cache(k, empty[0], slots, k_scale), "k_cache")

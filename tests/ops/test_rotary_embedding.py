@@ -48,9 +48,7 @@ def test_strides(device: str, dtype: torch.dtype) -> None:
     cos_sin = reference.cos_sin_table(MAX_POS, 64, device=device)
     positions = torch.randint(0, MAX_POS, (5,), device=device)
     ops.rotary_embedding(q, k, cos_sin, positions)
-    reference.assert_accurate(
-        (q, k), rotate_both, before[:, :4, 16:80], before[:, 4:, 16:80], cos_sin, positions
-    )
+    reference.assert_accurate((q, k), rotate_both, before[:, :4, 16:80], before[:, 4:, 16:80], cos_sin, positions)
     reference.assert_same_bits(wide[..., :16], before[..., :16])
     reference.assert_same_bits(wide[..., 80:], before[..., 80:])
 

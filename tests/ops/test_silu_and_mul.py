@@ -22,9 +22,7 @@ def test_relative_accuracy_over_the_range_of_exp(device: str, dtype: torch.dtype
     ops.silu_and_mul(out, gate_up)
     # half is subnormal below exp(-10): its spacing there is 2^-24.
     floor = 2.0**-25 if dtype == torch.float16 else 1e-38
-    reference.assert_close(
-        out, reference.silu_and_mul(gate_up.double()), atol=floor, rtol=2 * torch.finfo(dtype).eps
-    )
+    reference.assert_close(out, reference.silu_and_mul(gate_up.double()), atol=floor, rtol=2 * torch.finfo(dtype).eps)
 
 
 def test_extremes(device: str, dtype: torch.dtype) -> None:

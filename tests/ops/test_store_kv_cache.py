@@ -38,9 +38,7 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     torch.manual_seed(0)
     k, v = torch.randn(2, case.num_tokens, case.num_kv_heads, case.head_dim, device=device).to(dtype)
     num_blocks = case.num_tokens // case.block_size + 2
-    caches = torch.full(
-        (2, num_blocks, case.block_size, case.num_kv_heads, case.head_dim), NAN, device=device
-    )
+    caches = torch.full((2, num_blocks, case.block_size, case.num_kv_heads, case.head_dim), NAN, device=device)
     slots = torch.randperm(num_blocks * case.block_size, device=device)[: case.num_tokens]
     slots[3::4] = -1
     return k, v, *caches.to(dtype), slots

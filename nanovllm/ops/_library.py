@@ -1,0 +1,25 @@
+"""Loads the compiled libraries: `_C` (schemas and CPU operators, any torch from 2.11) and, where torch is a CUDA build
+and it was built, `_C_cuda`. Imported before the first operator is looked up."""
+
+import importlib
+import importlib.util
+import re
+
+import torch
+
+importlib.import_module("nanovllm._C")
+HAS_CUDA = torch.version.cuda is not None and importlib.util.find_spec("nanovllm._C_cuda") is not None
+if HAS_CUDA:
+    importlib.import_module("nanovllm._C_cuda")
+
+
+def operator_names() -> list[str]:
+    """Every operator that has a schema."""
+    schemas = (s.name for s in torch._C._jit_get_all_schemas())
+    return sorted(m[1] for m in map(re.compile(r"nanovllm::(\w+)$").match, schemas) if m)
+
+
+def without_cuda_kernel() -> list[str]:
+    """Operators without a CUDA implementation in this build."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [name for name in operator_names() if not has_kernel(f"nanovllm::{name}", "CUDA")]

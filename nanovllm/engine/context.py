@@ -1,5 +1,6 @@
 """What the attention layers need to know of one forward: which rows decode or prefill, and their cache."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Context:
     """The longest chunk, in tokens; 0 without prefill."""
 
 
-_current: Context | None = None
+_local = threading.local()  # engines in different threads do not see each other's context
 
 
 @contextmanager
@@ -53,14 +54,13 @@ def set_context(context: Context) -> Iterator[Context]:
     Raises:
         RuntimeError: another context is set: two forwards may not interleave.
     """
-    global _current
-    if _current is not None:
+    if getattr(_local, "context", None) is not None:
         raise RuntimeError("set_context: expected no context to be set, got a nested call")
-    _current = context
+    _local.context = context
     try:
         yield context
     finally:
-        _current = None
+        _local.context = None
 
 
 def get_context() -> Context:
@@ -69,6 +69,7 @@ def get_context() -> Context:
     Raises:
         RuntimeError: none is set.
     """
-    if _current is None:
+    context = getattr(_local, "context", None)
+    if context is None:
         raise RuntimeError("get_context: expected a running forward, got none: call the model within set_context(...)")
-    return _current
+    return context

@@ -254,7 +254,7 @@ class ModelRunner:
         }
 
     def prepare_block_tables(self, rows: np.ndarray, arrays: Arrays) -> np.ndarray:
-        """[len(rows), M] block tables, M the blocks of the longest context; entries beyond a context are stale or -1."""
+        """[len(rows), M] block tables, M the blocks of the longest context; entries past a context are stale."""
         longest = max(arrays["decode_context_lens"].max(initial=1), arrays["context_lens"].max(initial=1))
         return self.block_tables[rows, : -(-int(longest) // self.block_size)]
 

@@ -1,4 +1,4 @@
-"""The typed Python face of `torch.ops.nanovllm.*`: one module an operator. Importing it loads the compiled libraries."""
+"""The typed Python face of `torch.ops.nanovllm.*`: one module an operator. Importing it loads the libraries."""
 
 from nanovllm.ops._library import HAS_CUDA, operator_names, without_cuda_kernel
 from nanovllm.ops.add_rms_norm import add_rms_norm

@@ -27,19 +27,18 @@ constexpr int kThreads = 256;
 __device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ float to_float(__half x) { return __half2float(x); }
 
-__device__ uint16_t convert(uint16_t x, float, uint16_t) { return x; }
-template <class Source>
-__device__ uint8_t convert(Source x, float scale, uint8_t) {
-  return __nv_cvt_float_to_fp8(to_float(x) / scale, __NV_SATFINITE, __NV_E4M3);
+/// One pack into the cache: as it is (uint16_t), or over its scale into float8 (uint8_t).
+template <class Source, int kPack>
+__device__ void store_pack(const Pack<Source, kPack>& x, uint16_t* to, float) {
+  x.store(to);
 }
-
-/// One pack: Source as read, Cache as written (uint16_t both: a copy of bits).
-template <class Source, class Cache, int kPack>
-__device__ void store_pack(const Pack<Source, kPack>& from, void* cache, int64_t offset, float scale) {
-  Pack<Cache, kPack> to;
+template <class Source, int kPack>
+__device__ void store_pack(const Pack<Source, kPack>& x, uint8_t* to, float scale) {
+  Pack<uint8_t, kPack> codes;
 #pragma unroll
-  for (int i = 0; i < kPack; ++i) to.data[i] = convert(from.data[i], scale, Cache{});
-  to.store(static_cast<Cache*>(cache) + offset);
+  for (int i = 0; i < kPack; ++i)
+    codes.data[i] = __nv_cvt_float_to_fp8(to_float(x.data[i]) / scale, __NV_SATFINITE, __NV_E4M3);
+  codes.store(to);
 }
 
 template <class Source, class Cache, int kPack>
@@ -62,8 +61,8 @@ __global__ void __launch_bounds__(kThreads) store_kv_cache_kernel(const StoreKvC
         Packed::load(static_cast<const Source*>(p.k) + t * p.k_stride_row + head * p.k_stride_head + d);
     const auto v =
         Packed::load(static_cast<const Source*>(p.v) + t * p.v_stride_row + head * p.v_stride_head + d);
-    store_pack<Source, Cache>(k, c.k, k_row + head * c.k_stride_head + d, k_scale);
-    store_pack<Source, Cache>(v, c.v, v_row + head * c.v_stride_head + d, v_scale);
+    store_pack(k, static_cast<Cache*>(c.k) + k_row + head * c.k_stride_head + d, k_scale);
+    store_pack(v, static_cast<Cache*>(c.v) + v_row + head * c.v_stride_head + d, v_scale);
   }
 }
 

@@ -53,7 +53,7 @@ $(VENV)/.venv:
 	@touch $@
 
 $(VENV)/.torch: | $(VENV)/.venv
-	$(PIP) install -q "$(TORCH)" "setuptools>=77" ninja
+	$(PIP) install -q "$(TORCH)" numpy "setuptools>=77" ninja
 	@touch $@
 
 # The first build goes through pip, as a user's does; a later one compiles what changed.

@@ -103,7 +103,8 @@ if CUDA_HOME:
     kernels = glob("csrc/kernels/*.cu")
     # An op registers for CUDA when its kernel exists; torch says NotImplementedError for the others.
     ops = [f"csrc/ops/{Path(k).stem}.cpp" for k in kernels]
-    cuda = [("NV_CUDA", "1"), ("USE_CUDA", "1")]
+    archs = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ")
+    cuda = [("NV_CUDA", "1"), ("USE_CUDA", "1"), ("NV_CUDA_ARCHS", f'"{archs}"')]
     extensions.append(extension(CUDAExtension, "nanovllm._C_cuda", ["csrc/module.cpp", *ops, *kernels], cuda))
 built = f"CUDA for {os.environ['TORCH_CUDA_ARCH_LIST']} with {CUDA_HOME}" if CUDA_HOME else "CPU only"
 print(f"nanovllm: building against torch {torch.__version__}: {built}", file=sys.stderr)

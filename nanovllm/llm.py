@@ -139,7 +139,7 @@ class LLM:
         num_in = num_out = 0
         try:
             with (
-                _deferred_interrupt() as interrupted,
+                deferred_interrupt() as interrupted,
                 tqdm(
                     total=len(requests),
                     desc="Generating",
@@ -180,7 +180,7 @@ def _increment(output: RequestOutput, seen: list[tuple[int, int]]) -> RequestOut
 
 
 @contextmanager
-def _deferred_interrupt() -> Iterator[list[int]]:
+def deferred_interrupt() -> Iterator[list[int]]:
     """Ctrl-C fills the yielded list instead of raising inside a step; a second Ctrl-C raises at once."""
     signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():

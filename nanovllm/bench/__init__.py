@@ -1,0 +1,1 @@
+"""Engine benchmarks behind `nanovllm bench`."""

@@ -1,0 +1,106 @@
+"""Flags made from dataclass fields: EngineConfig and SamplingParams are their only source."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+_SCALARS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """MODEL, and a flag for every other field of EngineConfig."""
+    group = parser.add_argument_group("engine")
+    for field in dataclasses.fields(EngineConfig):
+        text = field.metadata["help"]
+        if field.name == "model":
+            parser.add_argument("model", metavar="MODEL", help=text)
+            continue
+        shown = "" if field.default is None else f" (default: {field.default})"
+        kind = str(field.type).split(" | ")[0]
+        how: dict[str, Any]
+        if kind == "bool":
+            how = {"action": argparse.BooleanOptionalAction}
+        else:
+            how = {"type": _SCALARS[kind], "metavar": kind.upper()}
+        group.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=text + shown, **how)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The validated engine options of a command line."""
+    given = vars(args)
+    return EngineConfig(**{f.name: given[f.name] for f in dataclasses.fields(EngineConfig) if f.name in given})
+
+
+def make_llm(config: EngineConfig) -> LLM:
+    """LLM(...) with these options."""
+    from nanovllm.llm import LLM
+
+    return LLM(**{f.name: getattr(config, f.name) for f in dataclasses.fields(config)})
+
+
+def _logit_bias(text: str) -> dict[int, float]:
+    return {int(token_id): float(bias) for token_id, bias in json.loads(text).items()}
+
+
+# Fields whose flag is not one value. A flag for `seed` is the engine's: it makes a command's output repeatable.
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "stop": {"action": "append", "metavar": "TEXT"},
+    "stop_token_ids": {"action": "append", "type": int, "metavar": "ID"},
+    "logit_bias": {"type": _logit_bias, "metavar": "JSON"},
+}
+_REPEATABLE = ("stop", "stop_token_ids")
+
+
+def _sampling_fields() -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(SamplingParams) if f.init and f.name != "seed"]
+
+
+def _documented(cls: type) -> dict[str, str]:
+    """Argument name to text, from the Args section of a docstring."""
+    args = re.search(r"^ +Args:\n(.*?)^ +Raises:", cls.__doc__ or "", re.DOTALL | re.MULTILINE)
+    entries = re.findall(r"^ {8}(\w+): (.*?)(?=^ {8}\w|\Z)", args[1], re.DOTALL | re.MULTILINE) if args else []
+    return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, max_tokens: int | None = None) -> None:
+    """A flag for every field of SamplingParams; max_tokens: the command's own default for it."""
+    group = parser.add_argument_group("sampling (defaults: the model's own, then those of SamplingParams)")
+    texts = _documented(SamplingParams)
+    for field in _sampling_fields():
+        kind = str(field.type).split(" | ")[0]
+        text = texts.get(field.name, "").replace("%", "%%")
+        default: Any = argparse.SUPPRESS
+        if field.name == "max_tokens" and max_tokens is not None:
+            default, text = max_tokens, f"{text} (default: {max_tokens})"
+        if field.name in _REPEATABLE:
+            text += "; may be repeated"
+        if field.name in _SPECIAL:
+            how = _SPECIAL[field.name]
+        elif kind == "bool":
+            how = {"action": argparse.BooleanOptionalAction}
+        else:
+            how = {"type": _SCALARS[kind], "metavar": kind.upper()}
+        group.add_argument(_flag(field.name), default=default, help=text, **how)
+
+
+def sampling_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The SamplingParams fields that a command line gives, validated; those of the model fill the others later."""
+    given = vars(args)
+    values = {f.name: given[f.name] for f in _sampling_fields() if f.name in given}
+    SamplingParams(**values)
+    return values

@@ -53,6 +53,8 @@ class AsyncLLM:
         self.config = self.engine.config
         self._streams: dict[str, _Stream] = {}  # the engine thread's
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._is_shut_down = False
+        self._lock = threading.Lock()  # of the flag above and the order of commands
         self._tokenizer_lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="nanovllm-engine", daemon=True)
         self._thread.start()
@@ -76,8 +78,6 @@ class AsyncLLM:
             ValueError, TypeError: the request can never run, or request_id is in use. RuntimeError: a step failed, or
             the engine was shut down.
         """
-        if not self.is_running:
-            raise RuntimeError("AsyncLLM: the engine was shut down")
         params = sampling_params or self.default_sampling_params
         with self._tokenizer_lock:
             token_ids = self.engine.check_request(prompt, params)
@@ -97,7 +97,10 @@ class AsyncLLM:
             if added and self._streams.pop(added[0].request_id, None) is not None:
                 self.engine.abort(added[0].request_id)
 
-        self._commands.put(add)
+        with self._lock:  # a command before the last one is certain to run
+            if self._is_shut_down:
+                raise RuntimeError("AsyncLLM: the engine was shut down")
+            self._commands.put(add)
         try:
             while True:
                 output = await stream.get()
@@ -120,9 +123,11 @@ class AsyncLLM:
 
     def shutdown(self) -> None:
         """Ends all requests and the engine's thread; a second call does nothing."""
-        if self._thread.is_alive():
-            self._commands.put(None)
-            self._thread.join()
+        with self._lock:
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self._commands.put(None)
+        self._thread.join()
 
     # The engine's thread
 
@@ -132,13 +137,12 @@ class AsyncLLM:
                 continue
             try:
                 result = self.engine.step()
+                for request in {id(s.data.request): s.data.request for s in result.updated + result.finished}.values():  # type: ignore[attr-defined]
+                    self._publish(request)
             except Exception as e:
                 error = RuntimeError(f"AsyncLLM: a step failed, and with it this request: {e!r}")
                 error.__cause__ = e
                 self._end_streams(error)
-                continue
-            for request in {id(s.data.request): s.data.request for s in result.updated + result.finished}.values():  # type: ignore[attr-defined]
-                self._publish(request)
         self._end_streams(RuntimeError("AsyncLLM: the engine was shut down"))
 
     def _run_commands(self) -> bool:
@@ -159,6 +163,7 @@ class AsyncLLM:
             stream.put(self.engine.output(request))
 
     def _end_streams(self, error: BaseException) -> None:
-        for stream in self._streams.values():
+        for request_id, stream in self._streams.items():
+            self.engine.abort(request_id)
             stream.put(error)
         self._streams.clear()

@@ -66,14 +66,13 @@ class EngineConfig:
             self._integer("num_kvcache_blocks", 1)
         if self.kv_cache_memory_bytes is not None:
             self._integer("kv_cache_memory_bytes", 1)
-        if not isinstance(self.gpu_memory_utilization, (int, float)) or not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization: expected a number in (0, 1], got {self.gpu_memory_utilization!r}"
-            )
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {share!r}")
         for name in ("enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
-        if self.overlap not in (True, False, "auto"):
+        if not isinstance(self.overlap, bool) and self.overlap != "auto":
             raise ValueError(f"overlap: expected True, False or 'auto', got {self.overlap!r}")
         if self.tensor_parallel_size != 1:
             raise NotImplementedError(
@@ -87,7 +86,8 @@ class EngineConfig:
     def _integer(self, name: str, low: int, high: int | None = None) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-            raise ValueError(f"{name}: expected an integer >= {low}, got {value!r}")
+            allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
+            raise ValueError(f"{name}: expected an integer {allowed}, got {value!r}")
 
     @classmethod
     def from_kwargs(cls, model: str, **kwargs: Any) -> EngineConfig:

@@ -81,7 +81,8 @@ class LLM:
             try:
                 token_ids.append(self.engine.check_request(prompt, p))  # type: ignore[arg-type]
             except (TypeError, ValueError) as e:
-                raise type(e)(f"prompts[{i}]: {e}") from None
+                kind = TypeError if isinstance(e, TypeError) else ValueError  # a subclass may take other arguments
+                raise kind(f"prompts[{i}]: {e}") from None
         requests = [
             self.engine.add_checked_request(prompt, ids, p, None, stream=False)  # type: ignore[arg-type]
             for prompt, ids, p in zip(prompts, token_ids, params)
@@ -115,13 +116,16 @@ class LLM:
         request = self.engine.add_request(prompt, params, stream=True)
         seen = [(0, 0)] * params.n
         try:
-            while not request.is_finished:
-                self.engine.step()
+            while True:
+                if not request.is_finished:  # it may have ended in another call's steps since the last yield
+                    self.engine.step()
                 output = self.engine.output(request)
                 done = [(len(c.text), len(c.token_ids)) for c in output.outputs]
-                if done != seen or request.is_finished:
+                if done != seen or output.finished:
                     yield _increment(output, seen)
                     seen = done
+                if output.finished:
+                    return
         finally:
             self.engine.abort(request.request_id)
 
@@ -135,6 +139,7 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         engine = self.engine
+        pending = {r.request_id for r in requests}
         outputs: dict[str, RequestOutput] = {}
         num_in = num_out = 0
         try:
@@ -148,7 +153,7 @@ class LLM:
                     dynamic_ncols=True,
                 ) as bar,
             ):
-                while len(outputs) < len(requests):
+                while pending and engine.has_work:
                     result = engine.step()
                     if interrupted:
                         raise KeyboardInterrupt
@@ -156,9 +161,10 @@ class LLM:
                     num_out += len(result.updated)
                     for seq in result.finished:
                         request = seq.data.request  # type: ignore[attr-defined]
-                        if request.is_finished and request.request_id not in outputs:
+                        if request.is_finished and request.request_id in pending:
+                            pending.remove(request.request_id)
                             outputs[request.request_id] = engine.output(request)
-                            bar.update(len(outputs) - bar.n)
+                            bar.update()
                     seconds = bar.format_dict["elapsed"]
                     if use_tqdm and seconds:
                         rates = f"in {num_in / seconds:.0f} tok/s, out {num_out / seconds:.0f} tok/s"
@@ -166,7 +172,7 @@ class LLM:
         finally:
             for request in requests:
                 engine.abort(request.request_id)
-        return [outputs[r.request_id] for r in requests]
+        return [outputs.get(r.request_id) or engine.output(r) for r in requests]
 
 
 def _increment(output: RequestOutput, seen: list[tuple[int, int]]) -> RequestOutput:

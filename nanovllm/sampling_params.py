@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 _MAX_LOGPROBS = 20
@@ -80,21 +81,29 @@ class SamplingParams:
         _number("repetition_penalty", self.repetition_penalty, 0, 1e4, low_open=True)
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"SamplingParams.{name}: expected True or False, got {getattr(self, name)!r}")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _integer("logprobs", self.logprobs, 0, _MAX_LOGPROBS)
+        if not isinstance(self.stop_token_ids, (list, tuple, NoneType)):
+            raise ValueError(f"SamplingParams.stop_token_ids: expected a list of ids, got {self.stop_token_ids!r}")
         for token_id in self.stop_token_ids or ():
             _integer("stop_token_ids", token_id, 0)
+        if not isinstance(self.logit_bias, (dict, NoneType)):
+            raise ValueError(f"SamplingParams.logit_bias: expected a dict of id to bias, got {self.logit_bias!r}")
         for token_id, bias in (self.logit_bias or {}).items():
             _integer("logit_bias", token_id, 0)
             _number("logit_bias", bias, -1e4, 1e4)
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if len(stop) > _MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in stop):
+        given = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        is_list = isinstance(given, (list, tuple))
+        if not is_list or len(given) > _MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in given):
             raise ValueError(
                 f"SamplingParams.stop: expected up to {_MAX_STOP_STRINGS} non-empty strings, got {self.stop!r}"
             )
-        object.__setattr__(self, "stop_strings", stop)
+        object.__setattr__(self, "stop_strings", tuple(given))
 
     @property
     def has_penalties(self) -> bool:

@@ -149,11 +149,14 @@ class LLMEngine:
         stream: bool,
     ) -> Request:
         """Queues a request whose token_ids come from check_request."""
-        number = self.num_requests
-        request_id = request_id if request_id is not None else str(number)
         if request_id in self.requests:
             raise ValueError(f"request_id: expected one not in use, got {request_id!r}")
+        number = self.num_requests
         self.num_requests += 1
+        if request_id is None:
+            request_id = str(number)
+            while request_id in self.requests:  # a caller chose this one
+                request_id += "-"
         text = prompt if isinstance(prompt, str) else None
         request = Request(request_id, text, params, time.perf_counter())
         for index in range(params.n):
@@ -205,6 +208,8 @@ class LLMEngine:
             batch = self.scheduler.schedule()
             if batch:
                 self._in_flight.append((batch, self.runner.launch(batch)))
+            for seq in batch.finished:
+                self._watch_end(seq)
             result.finished += batch.finished
             if len(self._in_flight) > (self._max_in_flight if batch else 0):
                 self._collect(result)
@@ -241,15 +246,21 @@ class LLMEngine:
 
     def _watch(self, seq: Sequence, detokenizer: Detokenizer) -> bool:
         """Updates seq's text with its newest token; True when that ended it here."""
-        stopped = detokenizer.update(seq.token_ids[-1:])
+        if not detokenizer.update(seq.token_ids[-1:]):
+            if seq.is_finished:
+                self._watch_end(seq)
+            return False
         was_running = not seq.is_finished
-        if not stopped and not was_running:
-            stopped = detokenizer.finish()
-        if stopped:
-            if was_running:
-                self.scheduler.finish(seq, "stop")
-            seq.finish_reason, seq.stop_reason = "stop", detokenizer.stop_reason
-        return stopped and was_running
+        if was_running:
+            self.scheduler.finish(seq, "stop")
+        seq.finish_reason, seq.stop_reason = "stop", detokenizer.stop_reason
+        return was_running
+
+    def _watch_end(self, seq: Sequence) -> None:
+        """Completes the text of an ended sequence; what was held back may hold a stop string."""
+        data: SequenceData = seq.data  # type: ignore[assignment]
+        if data.detokenizer is not None and data.detokenizer.finish():
+            seq.finish_reason, seq.stop_reason = "stop", data.detokenizer.stop_reason
 
     def _recover(self) -> None:
         """After a failed step: every request ends, the steps in flight are dropped, and the pool starts empty.
@@ -258,6 +269,7 @@ class LLMEngine:
         """
         self._in_flight.clear()
         for request in self.requests.values():
+            request.finish_time = time.perf_counter()
             for seq in request.sequences:
                 seq.finish_reason = seq.finish_reason or "abort"
         self.requests.clear()

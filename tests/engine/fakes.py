@@ -28,7 +28,7 @@ def extend_hash(parent: int, token_id: int) -> int:
 
 
 def by_hash(vocab: int) -> Choose:
-    """The pseudo-model next(tokens): any change of an earlier token, or of the seed if not greedy, changes the output."""
+    """The pseudo-model next(tokens): any change of an earlier token (or of the seed, if not greedy) changes it."""
     return lambda h, seq, position: hash((h, seq.seed if seq.params.temperature else 0)) % vocab
 
 

@@ -160,6 +160,10 @@ class GgufCheckpoint:
         kind = self._get("rope.scaling.type", "none")
         if kind == "none":
             return None
+        if kind not in ("linear", "yarn"):
+            raise NotImplementedError(
+                f"{self.file.path}: {self.architecture}.rope.scaling.type: expected none, linear or yarn, got {kind}"
+            )
         if self._get("rope.scaling.attn_factor", 1.0) != 1.0:
             raise NotImplementedError(
                 f"{self.file.path}: {self.architecture}.rope.scaling.attn_factor is not supported"

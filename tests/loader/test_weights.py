@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from nanovllm.loader.weights import load_weights
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
+from tests.loader.memory import load_memory, needs_proc
 from tests.tiny import ARCHITECTURES, save_tiny, tiny_config, tiny_model
 
 QKV = ["q_proj", "k_proj", "v_proj"]
@@ -183,33 +182,9 @@ def test_dummy_weights_are_seeded(tmp_path):
     assert all(param.isfinite().all() and param.std() > 0 for param in first)
 
 
-MEASURE = """
-import sys
-from pathlib import Path
-import torch
-from nanovllm.loader.source import load_hf_config, resolve
-from nanovllm.loader.weights import load_weights
-from nanovllm.models.config import ModelConfig
-from nanovllm.models.registry import model_class
-
-def peak():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
-
-source = resolve(sys.argv[1])
-config = ModelConfig.from_hf(load_hf_config(source))
-Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
-before = peak()
-model = model_class(config.architecture)(config)
-load_weights(model, source)
-sizes = [param.numel() * param.element_size() for param in model.parameters()]
-print(peak() - before, sum(sizes), max(sizes))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc/self/clear_refs")
+@needs_proc
 def test_peak_memory_is_the_model_and_one_tensor(tmp_path):
-    """A model of 390 MB: holding the checkpoint beside it would show as 390 MB more, 90 MB are allowed."""
+    """A model of 400 MB: holding the checkpoint beside it would show as 400 MB more."""
     config = tiny_config(
         "LlamaForCausalLM",
         vocab_size=8000,
@@ -224,9 +199,7 @@ def test_peak_memory_is_the_model_and_one_tensor(tmp_path):
         state = AutoModelForCausalLM.from_config(config).state_dict()
     zeros = {name: torch.zeros(tensor.shape) for name, tensor in state.items()}
     save_file(zeros, tmp_path / "model.safetensors")
-    command = [sys.executable, "-c", MEASURE, str(tmp_path)]
-    measured = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    growth, model, largest = map(int, measured.split())
+    memory = load_memory(tmp_path)
     shutil.rmtree(tmp_path)
-    assert model > 350e6
-    assert growth < model + largest + 60e6, f"{growth=} {model=} {largest=}"
+    assert memory.model > 350e6
+    assert memory.growth < memory.model + memory.largest + 60e6, memory

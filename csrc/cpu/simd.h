@@ -77,17 +77,61 @@ NV_INLINE void store_part(T* p, Vec v, int64_t n) {
   std::memcpy(p, part, n * sizeof(T));
 }
 
-NV_INLINE float sum(Vec v) {
-  float s[kVec];
-  std::memcpy(s, &v, sizeof v);
-  for (int width = kVec / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) s[i] += s[i + width];
-  return s[0];
+// Lanes picked from two vectors: 0..15 from a, 16..31 from b.
+#if defined(__clang__) || __GNUC__ >= 12
+#define NV_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define NV_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ::nanovllm::cpu::VecI32{__VA_ARGS__})
+#endif
+
+/// Adds lane i + kWidth to lane i within every group of 2 * kWidth lanes; the halves of `a`, then of `b`.
+template <int kWidth>
+NV_INLINE Vec fold(Vec a, Vec b) {
+  if constexpr (kWidth == 8)
+    return NV_SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           NV_SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  else if constexpr (kWidth == 4)
+    return NV_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           NV_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  else if constexpr (kWidth == 2)
+    return NV_SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
+           NV_SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
+  else
+    return NV_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           NV_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-/// e^x within 2 units in the last place over the whole range: 0 below -104, infinity above 89, NaN stays NaN.
+/// Lane i of the result is the sum of v[i % kCount]; kCount is 1, 2, 4, 8 or 16. The order of the additions
+/// is that of one tree (lanes i and i + 8, then i + 4, ...) whatever kCount, so a sum never depends on its
+/// company.
+template <int kCount, int kWidth = kVec / 2>
+NV_INLINE Vec sums(const Vec (&v)[kCount]) {
+  constexpr int kHalf = kCount > 1 ? kCount / 2 : 1;
+  Vec half[kHalf];
+  for (int i = 0; i < kHalf; ++i) half[i] = fold<kWidth>(v[2 * i % kCount], v[(2 * i + 1) % kCount]);
+  if constexpr (kWidth == 1)
+    return half[0];
+  else
+    return sums<kHalf, kWidth / 2>(half);
+}
+
+NV_INLINE float sum(Vec v) { return sums<1>({v})[0]; }
+
+NV_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+
+NV_INLINE float max(Vec v) {
+  v = max(v, NV_SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+  v = max(v, NV_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+  v = max(v, NV_SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+  v = max(v, NV_SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+  return v[0];
+}
+
+/// e^x within 2 units in the last place: 0 below -87.3 (a subnormal result costs a hundred cycles), infinity
+/// above 89, NaN stays NaN.
 NV_INLINE Vec exp(Vec x) {
-  x = x < -104.0f ? Vec{} - 104.0f : x;
+  const auto tiny = x < -87.3f;
+  x = tiny ? Vec{} : x;
   x = x > 89.0f ? Vec{} + 89.0f : x;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
   const Vec shifted = x * 1.44269504f + kRound;
@@ -100,8 +144,9 @@ NV_INLINE Vec exp(Vec x) {
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
   const VecI32 i = std::bit_cast<VecI32>(shifted) - std::bit_cast<int32_t>(kRound);
-  const VecI32 half = i >> 1;  // 2^i in two factors: i reaches 128 and, for subnormal results, -150
-  return p * std::bit_cast<Vec>((half + 127) << 23) * std::bit_cast<Vec>((i - half + 127) << 23);
+  const VecI32 half = i >> 1;  // 2^i in two factors: i reaches 128
+  const Vec e = p * std::bit_cast<Vec>((half + 127) << 23) * std::bit_cast<Vec>((i - half + 127) << 23);
+  return tiny ? Vec{} : e;
 }
 
 /// Runs body(begin, end) over rows of `row_elements` elements each; a thread gets at least some microseconds

@@ -2,21 +2,33 @@
 
 from nanovllm.ops._library import HAS_CUDA, operator_names, without_cuda_kernel
 from nanovllm.ops.add_rms_norm import add_rms_norm
+from nanovllm.ops.decode_plan import decode_plan, decode_plan_numel
+from nanovllm.ops.paged_attention_decode import decode_workspace_numel, paged_attention_decode
+from nanovllm.ops.paged_attention_prefill import paged_attention_prefill
 from nanovllm.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.ops.rms_norm import rms_norm
 from nanovllm.ops.rotary_embedding import rotary_embedding
+from nanovllm.ops.sample import sample
 from nanovllm.ops.silu_and_mul import silu_and_mul
+from nanovllm.ops.skinny_linear import skinny_linear
 from nanovllm.ops.slot_mapping import slot_mapping
 from nanovllm.ops.store_kv_cache import store_kv_cache
 
 __all__ = [
     "HAS_CUDA",
     "add_rms_norm",
+    "decode_plan",
+    "decode_plan_numel",
+    "decode_workspace_numel",
     "operator_names",
+    "paged_attention_decode",
+    "paged_attention_prefill",
     "qk_norm_rope_store",
     "rms_norm",
     "rotary_embedding",
+    "sample",
     "silu_and_mul",
+    "skinny_linear",
     "slot_mapping",
     "store_kv_cache",
     "without_cuda_kernel",

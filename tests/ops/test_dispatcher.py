@@ -74,13 +74,58 @@ def qk_norm_rope_store(device: str) -> Args:
     return qkv, q_weight, k_weight, cos_sin, positions, *cache, slots, None, None, 4, 2, 1e-6
 
 
+def skinny_linear(device: str) -> Args:
+    x, weight, bias = (torch.randn(s, device=device).to(DTYPE[device]) for s in ((3, 64), (32, 64), (32,)))
+    return x.new_zeros(3, 32), x, weight, bias
+
+
+def decode_plan(device: str) -> Args:
+    plan = torch.full((nanovllm.ops.decode_plan_numel(2, device),), -7, device=device, dtype=torch.int32)
+    return plan, torch.tensor([300, 2], device=device, dtype=torch.int32), 2, 16
+
+
+def paged_attention_decode(device: str) -> Args:
+    """One long context, so that it is split and the workspace written."""
+    q = torch.randn(1, 4, 64, device=device).to(DTYPE[device])
+    block_tables = torch.randperm(32, device=device, dtype=torch.int32).view(1, 32)
+    context_lens = torch.tensor([500], device=device, dtype=torch.int32)
+    plan = torch.zeros(nanovllm.ops.decode_plan_numel(1, device), device=device, dtype=torch.int32)
+    nanovllm.ops.decode_plan(plan, context_lens, 2, 16)
+    workspace = torch.zeros(nanovllm.ops.decode_workspace_numel(1, 512, 4, 2, 64, device), device=device)
+    cache = paged_cache(device, 32, 16)
+    return torch.zeros_like(q), q, *cache, block_tables, context_lens, plan, workspace, None, None, 0.125
+
+
+def paged_attention_prefill(device: str) -> Args:
+    q = torch.randn(5, 4, 64, device=device).to(DTYPE[device])
+    block_tables = torch.randperm(4, device=device, dtype=torch.int32).view(2, 2)
+    cu_seqlens_q = torch.tensor([0, 2, 5], device=device, dtype=torch.int32)
+    context_lens = torch.tensor([20, 3], device=device, dtype=torch.int32)
+    cache = paged_cache(device, 4, 16)
+    return torch.zeros_like(q), q, *cache, cu_seqlens_q, context_lens, block_tables, 3, None, None, 0.125
+
+
+def sample_tokens(device: str) -> Args:
+    logits = torch.randn(3, 100, device=device)
+    token_ids = torch.full((3,), -7, device=device)
+    temperature = torch.tensor([0.0, 1.0, 0.7], device=device)
+    top_k = torch.tensor([-1, 5, 0], device=device, dtype=torch.int32)
+    top_p, min_p = torch.tensor([[1.0, 0.9, 0.5], [0.0, 0.0, 0.1]], device=device)
+    return token_ids, logits, temperature, top_k, top_p, min_p, torch.arange(3, device=device), token_ids + 9
+
+
 # Arguments in the order of the schema; the same shapes at every call, other values after another seed.
 SAMPLES: dict[str, Callable[[str], Args]] = {
     "add_rms_norm": add_rms_norm,
+    "decode_plan": decode_plan,
+    "paged_attention_decode": paged_attention_decode,
+    "paged_attention_prefill": paged_attention_prefill,
     "qk_norm_rope_store": qk_norm_rope_store,
     "rms_norm": rms_norm,
     "rotary_embedding": rotary_embedding,
+    "sample": sample_tokens,
     "silu_and_mul": silu_and_mul,
+    "skinny_linear": skinny_linear,
     "slot_mapping": slot_mapping,
     "store_kv_cache": store_kv_cache,
 }

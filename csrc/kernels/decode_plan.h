@@ -1,0 +1,26 @@
+// How one decode step is split over the contexts; read by paged_attention_decode in every layer.
+#pragma once
+#include "common/dtype.h"
+#ifdef NV_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace nanovllm {
+
+struct DecodePlanParams {
+  int32_t* __restrict__ plan;                // [plan_numel], at least batch + 1
+  const int32_t* __restrict__ context_lens;  // [batch]
+  int64_t batch, plan_numel;
+  int64_t num_kv_heads, block_size;
+};
+
+namespace cpu {
+void decode_plan(const DecodePlanParams& p);
+}
+#ifdef NV_CUDA
+namespace kernels {
+cudaError_t launch_decode_plan(const DecodePlanParams& p, cudaStream_t stream);
+}
+#endif
+
+}  // namespace nanovllm

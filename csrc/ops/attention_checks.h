@@ -1,0 +1,33 @@
+// Checks that decode and prefill attention share.
+#pragma once
+#include "common/check.h"
+
+namespace nanovllm::ops {
+
+inline void check_heads(const char* op, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim) {
+  check(num_kv_heads > 0 && num_q_heads % num_kv_heads == 0, op, "q",
+        "expected num_q_heads to be a multiple of num_kv_heads = ", num_kv_heads, ", got ", num_q_heads);
+#ifdef NV_CUDA
+  check(head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256, op, "q",
+        "expected head_dim 64, 80, 96, 128 or 256 on CUDA, got ", head_dim);
+#else
+  check(head_dim % 8 == 0, op, "q", "expected head_dim to be a multiple of 8 on CPU, got ", head_dim);
+#endif
+}
+
+/// The element type of keys and values, both like q.
+inline DType check_cache(const char* op, const Tensor& q, const char* k_arg, const Tensor& k,
+                         const char* v_arg, const Tensor& v, const std::optional<Tensor>& k_scale,
+                         const std::optional<Tensor>& v_scale) {
+#ifndef NV_CUDA
+  check(!k_scale.has_value(), op, "k_scale", "expected None on CPU, which has no fp8 cache, got a tensor");
+  check(!v_scale.has_value(), op, "v_scale", "expected None on CPU, which has no fp8 cache, got a tensor");
+#endif
+  check_dtype(op, k_arg, k, q.scalar_type());
+  check_dtype(op, v_arg, v, q.scalar_type());
+  check_last_contiguous(op, k_arg, k);
+  check_last_contiguous(op, v_arg, v);
+  return check_activation(op, k_arg, k);
+}
+
+}  // namespace nanovllm::ops

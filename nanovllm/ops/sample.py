@@ -1,0 +1,46 @@
+import torch
+from torch import Tensor
+
+_op = torch.ops.nanovllm.sample.default
+
+
+def sample(
+    token_ids: Tensor,
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> None:
+    """token_ids[b] = argmax(x + Gumbel noise) over the tokens that min-p, top-k and top-p leave.
+
+    x = (logit - greatest logit of the row) * (1 / temperature), in float32, and p = softmax(x). In this order:
+        min_p keeps p >= min_p * greatest p;
+        top_k keeps x >= the k-th greatest x (ties kept);
+        top_p keeps the smallest set of the greatest values that holds >= top_p of what is left, ties at its border
+            and at least one token included.
+    Noise: Philox4x32-10 with key (seed low 32 bits, seed high 32 bits) and counter (token / 4, position low 32 bits,
+    position high 32 bits, 0); output word token % 4 gives u = (word + 0.5) / 2^32 and noise = -log(-log(u)). So a
+    token depends on its row's arguments alone, not on the batch; equal scores go to the lowest id. A filter that is
+    off changes no bit.
+
+    temperature 0 (or too small for 1 / temperature) is exact argmax, the lowest id on ties. Logits of -inf are never
+    sampled, NaN counts as -inf; a row with nothing else gives 0, a row with +inf its first +inf.
+
+    Args:
+        token_ids: [batch] int64, contiguous, written.
+        logits: [batch, vocab] float32 or bfloat16; last dimension contiguous, row stride free.
+        temperature: [batch] float32, contiguous; >= 0.
+        top_k: [batch] int32, contiguous; <= 0 or >= vocab is off.
+        top_p: [batch] float32, contiguous; >= 1 is off.
+        min_p: [batch] float32, contiguous; 0 is off.
+        seeds: [batch] int64, contiguous; all 64 bits count.
+        positions: [batch] int64, contiguous; of the token to sample.
+    Raises:
+        RuntimeError: a shape, dtype, stride or device does not fit, or the vocabulary is empty; the text names it.
+    Source: Maddison, Tarlow, Minka, A* sampling (2014), for the Gumbel-max trick; Salmon et al., Parallel random
+        numbers: as easy as 1, 2, 3 (2011), for Philox.
+    """
+    _op(token_ids, logits, temperature, top_k, top_p, min_p, seeds, positions)

@@ -119,7 +119,7 @@ class FakeRunner:
         assert 0 <= start < end, f"{seq}: scheduled [{start}, {end})"
         assert seq.row >= 0, f"{seq} has no row"
         assert seq.num_scheduled_tokens == end - start, f"{seq}: num_scheduled_tokens {seq.num_scheduled_tokens}"
-        assert end <= seq.max_length, f"{seq}: computes position {end - 1}, max_length {seq.max_length}"
+        assert end < seq.max_length, f"{seq}: asks for a token at {end}, max_length {seq.max_length}"
         if is_decode:
             assert len(seq.block_table) == -(-end // self.block_size), f"{seq}: decode of position {end - 1}"
             assert not seq.waits_for_tokens or len(seq.token_ids) == end, f"{seq}: launched before its token was known"

@@ -295,3 +295,11 @@ def test_freed_prefix_is_lost_from_its_tail() -> None:
     complete(engine, [*A, *B, *C, 9], greedy(1))
     complete(engine, [500, 501, 502, 503, 504], greedy(1))  # needs two: the unpublished block, and one of the prefix
     assert complete(engine, [*A, *B, *C, 9], greedy(1)).num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_blocks_filled_by_decoding_are_hits(overlap: bool) -> None:
+    engine = make_engine(16, overlap=overlap)
+    first = complete(engine, list(range(6)), greedy(8))  # 14 tokens, K/V of 13
+    second = complete(engine, [*range(6), *first.token_ids, 500], greedy(2))
+    assert second.num_cached_tokens == 12

@@ -51,7 +51,7 @@ def test_c13_powers_of_two_are_block_sizes(size: int) -> None:
 
 
 def test_e12_unknown_option_is_named() -> None:
-    with pytest.raises(TypeError, match="unknown option 'tensor_parallel'; the options are .*tensor_parallel_size"):
+    with pytest.raises(TypeError, match=r"unknown option 'tensor_parallel'; the options are .*tensor_parallel_size"):
         EngineConfig.from_kwargs("m", tensor_parallel=2)
 
 

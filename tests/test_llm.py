@@ -1,0 +1,259 @@
+"""The offline front over an engine with a fake model."""
+
+import os
+import signal
+
+import pytest
+from engine.fakes import by_hash, check_idle, complete, greedy, make_engine, run_all, scripted
+from engine.tokenizer import byte_tokenizer
+
+from nanovllm.outputs import RequestOutput
+from nanovllm.sampling_params import SamplingParams
+
+llm_module = pytest.importorskip("nanovllm.llm", reason="needs torch and the model configs")
+overlaps = pytest.mark.parametrize("overlap", [False, True])
+
+
+@pytest.fixture
+def make_llm(monkeypatch: pytest.MonkeyPatch):
+    """LLM(...) around an engine of fakes.make_engine(**options)."""
+
+    def make(choose: object = None, num_blocks: int = 64, **options: object) -> llm_module.LLM:
+        options = {"tokenizer": byte_tokenizer(), "vocab_size": 300, "eos": (0,)} | options
+        engine = make_engine(num_blocks, choose or by_hash(300), **options)
+        monkeypatch.setattr(llm_module, "build_engine", lambda config: (engine, greedy(5)))
+        return llm_module.LLM("fake")
+
+    return make
+
+
+def alone(prompt: list[int], params: SamplingParams) -> list[int]:
+    return complete(make_engine(64, by_hash(300), eos=(0,)), prompt, params).token_ids
+
+
+def settle(llm: llm_module.LLM) -> None:
+    """Collects a surplus step that may still be in flight, and checks that nothing else is left."""
+    run_all(llm.engine)
+
+
+@overlaps
+def test_results_are_in_prompt_order(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap, max_num_seqs=3)
+    prompts = [[i, i + 1] for i in range(10)]
+    params = [greedy(1 + (7 * i) % 9, ignore_eos=True) for i in range(10)]
+    for _ in range(2):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert [o.prompt_token_ids for o in outputs] == prompts
+        for prompt, p, output in zip(prompts, params, outputs):
+            assert output.token_ids == alone(prompt, p) and len(output.token_ids) == p.max_tokens
+            assert output.finished and output["finish_reason"] == "length"
+    settle(llm)
+
+
+def test_prompts_may_be_one_or_several_text_or_ids(make_llm) -> None:
+    llm = make_llm()
+    ids = byte_tokenizer().encode("the cat")
+    expected = alone(ids, greedy(5))
+    for prompts, text in (
+        ("the cat", "the cat"),
+        (["the cat"], "the cat"),
+        (ids, None),
+        ([ids], None),
+        ([tuple(ids)], None),
+    ):
+        (output,) = llm.generate(prompts, use_tqdm=False)
+        assert output.token_ids == expected and output.text == byte_tokenizer().decode(expected, True)
+        assert output.prompt == text
+    assert llm.generate([], use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    "bad, error, text",
+    [
+        ([], ValueError, r"prompts\[1\]: prompt is empty"),
+        ("", ValueError, r"prompts\[1\]: prompt is empty"),
+        (
+            [1] * 50,
+            ValueError,
+            r"prompts\[1\]: prompt of 50 tokens needs 13 KV-cache blocks of 4 tokens, the pool has 8",
+        ),
+        ([300], ValueError, r"prompts\[1\]: prompt: expected token ids in \[0, 300\), got 300"),
+        (["a"], TypeError, r"prompts\[1\]: prompt: expected a string or a list of token ids"),
+        (7, TypeError, r"prompts\[1\]: prompt: expected a string or a list of token ids, got int"),
+        ("\ud800", (ValueError, TypeError), r"prompts\[1\]: "),
+    ],
+)
+def test_b16_f5_bad_prompt_is_refused_before_anything_is_queued(make_llm, bad: object, error: type, text: str) -> None:
+    llm = make_llm(num_blocks=8)
+    with pytest.raises(error, match=text):
+        llm.generate([[1, 2], bad, [3, 4]], use_tqdm=False)
+    check_idle(llm.engine)
+    assert not llm.engine.runner.batches
+    outputs = llm.generate([[1, 2], [3, 4]], use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [alone([1, 2], greedy(5)), alone([3, 4], greedy(5))]
+
+
+def test_sampling_params_must_match_the_prompts(make_llm) -> None:
+    llm = make_llm()
+    with pytest.raises(ValueError, match="sampling_params: expected one SamplingParams or 2 of them, got 3"):
+        llm.generate([[1], [2]], [greedy(1)] * 3, use_tqdm=False)
+    with pytest.raises(ValueError, match="sampling_params: expected one"):
+        llm.generate([[1], [2]], [greedy(1), {"temperature": 0}], use_tqdm=False)
+
+
+@overlaps
+def test_ctrl_c_ends_the_requests_and_leaves_a_usable_engine(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap)
+    handler = signal.getsignal(signal.SIGINT)
+    finished_steps = []
+
+    def interrupt(batch: object) -> None:
+        if len(llm.engine.runner.batches) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            finished_steps.append(True)  # the step is not torn apart
+
+    llm.engine.runner.on_launch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2], [3, 4]], greedy(30, ignore_eos=True), use_tqdm=False)
+    assert finished_steps == [True] and len(llm.engine.runner.batches) == 4
+    assert signal.getsignal(signal.SIGINT) is handler
+    llm.engine.runner.on_launch = None
+    (output,) = llm.generate([[5, 6]], greedy(4), use_tqdm=False)
+    assert output.prompt_token_ids == [5, 6] and output.token_ids == alone([5, 6], greedy(4))
+    settle(llm)
+
+
+@overlaps
+@pytest.mark.parametrize("where", ["on_launch", "on_collect"])
+def test_b15_failed_step_does_not_leak_into_the_next_call(make_llm, overlap: bool, where: str) -> None:
+    llm = make_llm(overlap=overlap)
+
+    def fail(*_: object) -> None:
+        if len(llm.engine.runner.batches) >= 3:
+            raise RuntimeError("broken kernel")
+
+    setattr(llm.engine.runner, where, fail)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.generate([[1, 2], [3, 4]], greedy(30, ignore_eos=True), use_tqdm=False)
+    check_idle(llm.engine)
+    setattr(llm.engine.runner, where, None)
+    (output,) = llm.generate([[5, 6]], greedy(4), use_tqdm=False)
+    assert output.prompt_token_ids == [5, 6] and output.token_ids == alone([5, 6], greedy(4))
+    settle(llm)
+
+
+def pieces(outputs: list[RequestOutput], index: int = 0) -> tuple[str, list[int]]:
+    completions = [o.outputs[index] for o in outputs]
+    return "".join(c.text for c in completions), [t for c in completions for t in c.token_ids]
+
+
+@overlaps
+@pytest.mark.parametrize("stop", [None, "on"])
+def test_stream_yields_increments_that_add_up(make_llm, overlap: bool, stop: str | None) -> None:
+    text = "the cat sat 日本語 on the mat"
+    llm = make_llm(scripted(*byte_tokenizer().encode(text), 0), overlap=overlap)
+    params = greedy(60, stop=stop, logprobs=0)
+    outputs = list(llm.stream("go", params))
+    assert len(outputs) > 5
+    (whole,) = llm.generate("go", params, use_tqdm=False)
+    assert whole.text == (text if stop is None else "the cat sat 日本語 ")
+    assert pieces(outputs) == (whole.text, whole.token_ids)
+    assert [e for o in outputs for e in o.logprobs] == whole.logprobs
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert outputs[-1].finish_reason == "stop" and outputs[0].finish_reason is None
+    assert all("�" not in o.text and o.text == o.outputs[0].text for o in outputs)
+    settle(llm)
+
+
+@overlaps
+def test_stream_of_several_completions(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap)
+    params = SamplingParams(n=2, seed=3, max_tokens=6, ignore_eos=True)
+    outputs = list(llm.stream([1, 2], params))
+    (whole,) = llm.generate([[1, 2]], params, use_tqdm=False)
+    for i in range(2):
+        assert pieces(outputs, i) == (whole.outputs[i].text, whole.outputs[i].token_ids)
+    settle(llm)
+
+
+@overlaps
+def test_abandoned_stream_ends_its_request(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap)
+    for _ in llm.stream([1, 2], greedy(30, ignore_eos=True)):
+        break
+    assert not llm.engine.requests
+    for _ in range(2):
+        llm.engine.step()
+    check_idle(llm.engine)
+
+
+@overlaps
+def test_generate_between_two_yields_of_a_stream(make_llm, overlap: bool) -> None:
+    """The stream's request may run, and end, in the steps of the other call: neither loses anything."""
+    llm = make_llm(overlap=overlap)
+    params = greedy(8, ignore_eos=True)
+    stream = llm.stream([1, 2], params)
+    outputs = [next(stream)]
+    others = llm.generate([[3, 4], [5, 6]], greedy(20, ignore_eos=True), use_tqdm=False)
+    assert [o.token_ids for o in others] == [alone([i, i + 1], greedy(20, ignore_eos=True)) for i in (3, 5)]
+    outputs += stream
+    assert pieces(outputs)[1] == alone([1, 2], params)
+    assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+    settle(llm)
+
+
+def test_request_aborted_inside_generate_ends_it(make_llm) -> None:
+    llm = make_llm()
+
+    def abort(batch: object) -> None:
+        if len(llm.engine.runner.batches) == 2:
+            llm.engine.abort("0")
+
+    llm.engine.runner.on_launch = abort
+    outputs = llm.generate([[1, 2], [3, 4]], greedy(6, ignore_eos=True), use_tqdm=False)
+    assert [o.finish_reason for o in outputs] == ["abort", "length"]
+    settle(llm)
+
+
+def test_chat_renders_the_template(make_llm) -> None:
+    llm = make_llm()
+    messages = [{"role": "user", "content": "hello"}]
+    rendered = byte_tokenizer().encode("user: hello\nassistant: ")
+    (output,) = llm.chat(messages, use_tqdm=False)
+    assert output.prompt_token_ids == rendered
+    outputs = llm.chat([messages, messages], use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [output.token_ids] * 2
+    for bad, text in (
+        ([], "at least one message"),
+        ([{"content": "x"}], r"messages\[0\]: expected a dict with \"role\""),
+    ):
+        with pytest.raises(ValueError, match=text):
+            llm.chat(bad, use_tqdm=False)
+    with pytest.raises(ValueError, match="chat template refused the messages: no system"):
+        llm.chat(messages, use_tqdm=False, chat_template="{{ raise_exception('no system') }}")
+    llm.tokenizer.chat_template, template = None, llm.tokenizer.chat_template
+    try:
+        with pytest.raises(ValueError, match="no chat template"):
+            llm.chat(messages, use_tqdm=False)
+    finally:
+        llm.tokenizer.chat_template = template
+
+
+def test_exit_is_idempotent_and_later_use_says_so(make_llm) -> None:
+    with make_llm() as llm:
+        llm.generate([[1]], use_tqdm=False)
+    llm.exit()
+    with pytest.raises(RuntimeError, match=r"ended by exit\(\)"):
+        llm.generate([[1]], use_tqdm=False)
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        _ = llm.generat
+
+
+def test_e12_unknown_option_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="unknown option 'tensor_parallel'"):
+        llm_module.LLM("fake", tensor_parallel=2)
+
+
+def test_progress_bar_counts_prompts(make_llm, capsys: pytest.CaptureFixture[str]) -> None:
+    make_llm().generate([[1], [2]], greedy(3))
+    assert "2/2" in capsys.readouterr().err

@@ -4,8 +4,7 @@ from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.layers.parameter import Shard, make_parameter
-
-SKINNY_ROWS = 16  # ops.skinny_linear takes up to so many rows
+from nanovllm.ops.skinny_linear import MAX_ROWS
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -18,7 +17,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         [num_tokens, out].
     """
-    if x.is_cpu and x.shape[0] <= SKINNY_ROWS:
+    if x.is_cpu and x.shape[0] <= MAX_ROWS:
         out = x.new_empty(x.shape[0], weight.shape[0])
         ops.skinny_linear(out, x, weight, bias)
         return out

@@ -110,6 +110,57 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch.einsum("hqk,khd->qhd", probs, v)
 
 
+# ---- projections ----
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+# ---- sampling ----
+
+
+def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
+    """Philox4x32-10 of counters [..., 4] int64 (each 32 bits): words [..., 4]."""
+    mask = 0xFFFFFFFF
+    c0, c1, c2, c3 = counter.unbind(-1)
+    for i in range(10):
+        k0, k1 = (key[0] + i * 0x9E3779B9) & mask, (key[1] + i * 0xBB67AE85) & mask
+        (high0, low0), (high1, low1) = mul_32(c0, 0xD2511F53), mul_32(c2, 0xCD9E8D57)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+    return torch.stack([c0, c1, c2, c3], dim=-1)
+
+
+def mul_32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a * b, both below 2^32, without leaving int64."""
+    mask = 0xFFFF
+    low = a * (b & mask)  # below 2^48
+    middle = a * (b >> 16) + (low >> 16)  # below 2^49
+    return middle >> 16, (middle & mask) << 16 | low & mask
+
+
+def gumbel_noise(vocab: int, seed: int, position: int) -> Tensor:
+    """[vocab] float64: the noise of `sample`."""
+    counter = torch.zeros(-(-vocab // 4), 4, dtype=torch.int64)
+    counter[:, 0] = torch.arange(len(counter))
+    counter[:, 1], counter[:, 2] = position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF
+    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).flatten()[:vocab]
+    return -torch.log(-torch.log((words.double() + 0.5) / 2**32))
+
+
+def kept_tokens(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+    """[vocab] bool: what min-p, then top-k, then top-p leave of x [vocab] float64."""
+    probs = x.softmax(-1)
+    kept = probs >= min_p * probs.max()
+    if 0 < top_k < int(kept.sum()):
+        kept &= x >= x[kept].topk(top_k).values[-1]
+    if top_p < 1:
+        values = x[kept].sort(descending=True).values
+        mass = values.softmax(-1).cumsum(-1)
+        kept &= x >= values[int((mass < top_p).sum().clamp(max=len(values) - 1))]
+    return kept
+
+
 # ---- comparison ----
 
 
@@ -118,14 +169,16 @@ def raised(args: tuple[Any, ...]) -> list[Any]:
     return [a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
 
 
-def assert_accurate(got: Tensor | tuple[Tensor, ...], reference: Callable[..., Any], *args: Any) -> None:
-    """`got` is as near to the truth in float64 as `reference(*args)` in the operator's own dtype."""
+def assert_accurate(
+    got: Tensor | tuple[Tensor, ...], reference: Callable[..., Any], *args: Any, times: float = 2
+) -> None:
+    """`got` is at most `times` as far from the truth in float64 as `reference(*args)` in the operator's dtype."""
     want, naive = reference(*raised(args)), reference(*args)
     if isinstance(got, Tensor):
         got, want, naive = (got,), (want,), (naive,)
     for i, (g, w, n) in enumerate(zip(got, want, naive, strict=True)):
         error = (n.double() - w).abs().max().item() if w.numel() else 0.0
-        assert_close(g, w, atol=2 * error, rtol=torch.finfo(g.dtype).eps, what=f"result {i}")
+        assert_close(g, w, atol=times * error, rtol=torch.finfo(g.dtype).eps, what=f"result {i}")
 
 
 def assert_close(got: Tensor, want: Tensor, *, atol: float, rtol: float, what: str = "result") -> None:

@@ -56,12 +56,14 @@ $(VENV)/.torch: | $(VENV)/.venv
 	$(PIP) install -q "$(TORCH)" numpy "setuptools>=77" ninja
 	@touch $@
 
-# The first build goes through pip, as a user's does; a later one compiles what changed.
+# The first build goes through pip, as a user's does; a later one compiles what changed. Both are quiet unless they fail.
 $(VENV)/.built: setup.py pyproject.toml $(SOURCES) | $(VENV)/.torch
 	@if [ ! -e $@ ] || [ pyproject.toml -nt $@ ]; then \
-	  echo '$(PIP) install -q --no-build-isolation -e .'; $(PIP) install -q --no-build-isolation -e .; \
+	  echo '$(PIP) install -q --no-build-isolation -e .'; \
+	  PYTHONWARNINGS=ignore $(PIP) install -q --no-build-isolation -e .; \
 	else \
-	  echo '$(PY) setup.py -q build_ext --inplace'; $(PY) setup.py -q build_ext --inplace; \
+	  echo '$(PY) setup.py -q build_ext --inplace'; \
+	  $(PY) setup.py -q build_ext --inplace > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }; \
 	fi
 	@touch $@
 

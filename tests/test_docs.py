@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from nanovllm.cli import make_parser
+from tests.real_model import needs_real_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
-MODEL = "models/SmolLM2-135M-Instruct.Q4_1.gguf"
 OTHER_FLAGS = {"--no-build-isolation", "--runslow"}  # pip's, and of tests/conftest.py
 PATH = re.compile(r"(?<![\w./-])(?:nanovllm|csrc|tests|docs|benchmarks|scripts|\.ci)/[\w./<>-]*[\w>/]")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -85,10 +85,9 @@ def test_linters_have_one_version() -> None:
     assert set(re.findall(r'"((?:ruff|clang-format)==[\d.]+)"', text_of(".pre-commit-config.yaml"))) == pinned
 
 
-@pytest.mark.model
+@needs_real_model
 @pytest.mark.parametrize("block", blocks("README.md", "python"), ids=lambda b: f"{len(b.splitlines())}-lines")
 def test_readme_examples_run(block: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(ROOT)
-    assert MODEL in block
     exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out.strip()

@@ -1,0 +1,358 @@
+"""The `nanovllm` command: flags, errors, output on terminals and in pipes."""
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm import CompletionOutput, RequestOutput, SamplingParams
+from nanovllm.cli import bench, chat, env, flags, generate, main, make_parser
+from nanovllm.config import EngineConfig
+from tests.real_model import REAL_MODEL, needs_real_model
+
+ENGINE_COMMANDS = ["generate", "chat", "bench throughput", "bench latency"]
+ENGINE_FIELDS = [f for f in dataclasses.fields(EngineConfig) if f.name != "model"]
+# A value that differs from the default, where the generic ones below would be refused.
+ENGINE_VALUES = {
+    "device": "cpu",
+    "dtype": "float32",
+    "kv_cache_dtype": "auto",
+    "tensor_parallel_size": 1,
+    "attention_backend": "native",
+    "load_format": "dummy",
+    "gpu_memory_utilization": 0.5,
+    "kvcache_block_size": 8,
+    "enable_prefix_caching": False,
+    "enforce_eager": True,
+    "overlap": True,
+}
+SAMPLING_VALUES = {
+    "temperature": ("0.5", 0.5),
+    "top_k": ("7", 7),
+    "top_p": ("0.5", 0.5),
+    "min_p": ("0.25", 0.25),
+    "max_tokens": ("9", 9),
+    "min_tokens": ("2", 2),
+    "ignore_eos": (None, True),
+    "stop": ("x", ["x"]),
+    "stop_token_ids": ("3", [3]),
+    "n": ("2", 2),
+    "logprobs": ("1", 1),
+    "repetition_penalty": ("1.5", 1.5),
+    "presence_penalty": ("0.5", 0.5),
+    "frequency_penalty": ("0.5", 0.5),
+    "logit_bias": ('{"5": -1.5}', {5: -1.5}),
+    "skip_special_tokens": (None, True),
+}
+
+
+def parse(line: list[str]) -> argparse.Namespace:
+    return make_parser().parse_args(line)
+
+
+@pytest.mark.parametrize("command", ENGINE_COMMANDS)
+@pytest.mark.parametrize("field", ENGINE_FIELDS, ids=lambda f: f.name)
+def test_every_engine_option_is_a_flag(command: str, field: dataclasses.Field) -> None:
+    value = ENGINE_VALUES.get(field.name, "x" if "str" in str(field.type) else 32)
+    name = field.name.replace("_", "-")
+    line = [*command.split(), "some-model"]
+    given = [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    config = flags.engine_config(parse([*line, *given]))
+    assert config == EngineConfig(model="some-model", **{field.name: value})
+    assert flags.engine_config(parse(line)) == EngineConfig(model="some-model")
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_every_sampling_parameter_is_a_flag(command: str) -> None:
+    names = {f.name for f in dataclasses.fields(SamplingParams) if f.init}
+    assert names - {"seed"} == SAMPLING_VALUES.keys()  # --seed is the engine's
+    line = [command, "some-model"]
+    for name, (text, _) in SAMPLING_VALUES.items():
+        line += [f"--{name.replace('_', '-')}"] + ([text] if text is not None else [])
+    assert flags.sampling_values(parse(line)) == {name: value for name, (_, value) in SAMPLING_VALUES.items()}
+
+
+def test_flags_not_given_leave_the_defaults_to_the_model() -> None:
+    assert flags.sampling_values(parse(["generate", "m"])) == {}
+    assert flags.sampling_values(parse(["chat", "m"])) == {"max_tokens": 1024}
+
+
+def test_every_flag_has_a_help_text() -> None:
+    def walk(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+        for action in parser._actions:
+            yield action
+            if isinstance(action, argparse._SubParsersAction):
+                for child in action.choices.values():
+                    yield from walk(child)
+                    child.format_help()  # a stray % in a text would raise here
+
+    assert not [a.dest for a in walk(make_parser()) if not a.help and not isinstance(a, argparse._SubParsersAction)]
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = "import sys, nanovllm.cli as c; c.make_parser(); print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    "line, status, message",
+    [
+        (["generate"], 2, "the following arguments are required: MODEL"),
+        (["generate", "m", "--top-q", "1"], 2, "unrecognized arguments: --top-q 1"),
+        (["frobnicate"], 2, "invalid choice: 'frobnicate'"),
+        (["generate", "m", "--max-model-len", "x"], 2, "argument --max-model-len: invalid int value: 'x'"),
+        (["generate", "m", "--device", "tpu"], 1, "device: expected one of auto, cuda, cpu, got 'tpu'"),
+        (["generate", "m", "--top-p", "2"], 1, "SamplingParams.top_p: expected a number in (0, 1], got 2.0"),
+        (["generate", "m", "--tensor-parallel-size", "2"], 1, "this version runs on one device, got 2"),
+        (["chat", "m", "--n", "2"], 1, "chat: expected --n 1, got 2"),
+        (["generate", "no/such.gguf", "-p", "x"], 1, "got 'no/such.gguf', which does not exist"),
+    ],
+)
+def test_errors_are_one_line(line: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        got = main(line)
+    except SystemExit as e:
+        got = e.code
+    captured = capsys.readouterr()
+    assert got == status
+    assert captured.out == ""
+    assert captured.err.startswith("nanovllm: error: ") and captured.err.count("\n") == 1
+    assert message in captured.err
+
+
+def test_debug_shows_the_traceback() -> None:
+    with pytest.raises(ValueError, match="device: expected one of"):
+        main(["generate", "m", "--device", "tpu", "--debug"])
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = (
+        "import nanovllm.cli as cli; from nanovllm.cli import env; "
+        "env.report = lambda: {str(i): 'x' * 999 for i in range(999)}; raise SystemExit(cli.main(['env']))"
+    )
+    command = f'"{sys.executable}" -c "{code}" | head -c 1; exit "${{PIPESTATUS[0]}}"'
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "0", "")
+
+
+# generate and chat, on a stand-in for the model
+
+
+class FakeLLM:
+    """Answers every prompt with the same pieces; remembers what it was asked."""
+
+    def __init__(self, pieces: list[str], interrupt_at: int | None = None) -> None:
+        self.pieces, self.interrupt_at = pieces, interrupt_at
+        self.default_sampling_params = SamplingParams(temperature=0.25)
+        self.prompts: list[Any] = []
+        self.params: SamplingParams | None = None
+        self.refusal: str | None = None
+        self.num_closed_early = 0
+        self.tokenizer = self
+        self.chat_template = "any"
+
+    def __enter__(self) -> "FakeLLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        return "|".join(f"{m['role']}:{m['content']}" for m in messages)
+
+    def encode(self, text: str, **options: Any) -> list[str]:
+        return [text]
+
+    def _output(self, text: str) -> RequestOutput:
+        return RequestOutput("0", None, [1], [CompletionOutput(0, text, [7], "stop")], True)
+
+    def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+        self.prompts.append(prompt)
+        self.params = params
+        if self.refusal:
+            raise ValueError(self.refusal)
+        try:
+            for i, piece in enumerate(self.pieces):
+                if i == self.interrupt_at:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield self._output(piece)
+        except GeneratorExit:
+            self.num_closed_early += 1
+
+    def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
+        self.prompts += prompts
+        self.params = params
+        return [self._output("".join(self.pieces)) for _ in prompts]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeLLM:
+    llm = FakeLLM(["Par", "is", "."])
+    for module in (generate, chat):
+        monkeypatch.setattr(module, "make_llm", lambda config: llm)
+    return llm
+
+
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch, answers: list[str | type[BaseException]]) -> None:
+    """stdin and stdout say that they are terminals; input() gives these lines, or raises."""
+    lines = iter(answers)
+
+    def typed(prompt: str = "") -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+
+
+def test_generate_in_a_pipe(fake: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "m", "-p", "one", "-p", "two", "--max-tokens", "3"]) == 0
+    assert capsys.readouterr().out == "Paris.\n\nParis.\n"
+    assert fake.prompts == ["one", "two"]
+    assert fake.params == SamplingParams(temperature=0.25, max_tokens=3)  # the model's default, and the flag
+
+
+def test_generate_reads_stdin(fake: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stdin, "read", lambda: "two\nlines", raising=False)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    assert main(["generate", "m"]) == 0
+    assert fake.prompts == ["two\nlines"]
+
+
+def test_generate_json(fake: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "m", "-p", "one", "--json"]) == 0
+    output = json.loads(capsys.readouterr().out)
+    assert (output["text"], output["token_ids"], output["finish_reason"]) == ("Paris.", [7], "stop")
+
+
+def test_generate_streams_to_a_terminal(
+    fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, [])
+    assert main(["generate", "m", "-p", "one"]) == 0
+    assert capsys.readouterr().out == "Paris.\n"
+
+
+def test_ctrl_c_stops_the_answer_not_the_program(fake: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.interrupt_at = 1
+    assert main(["generate", "m", "-p", "one"]) == 0  # in a pipe: not streamed
+    capsys.readouterr()
+    assert generate.stream(fake, "one", SamplingParams()) == "Paris"
+    assert capsys.readouterr().out == "Paris\n"
+    assert fake.num_closed_early == 1
+
+
+def test_chat_once(fake: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "m", "--once", "Capital?", "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out == "Paris.\n"
+    assert fake.prompts == [["system:Be brief.|user:Capital?"]]
+    assert fake.params == SamplingParams(temperature=0.25, max_tokens=1024)
+
+
+def test_chat_keeps_the_conversation(
+    fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, ["one", "", "two", KeyboardInterrupt, "/reset", "three", "/what", "/exit", "four"])
+    assert main(["chat", "m", "--system", "S"]) == 0
+    assert fake.prompts == [
+        ["system:S|user:one"],
+        ["system:S|user:one|assistant:Paris.|user:two"],
+        ["system:S|user:three"],
+    ]
+    captured = capsys.readouterr()
+    assert captured.out.count("Paris.\n") == 3
+    assert "/what is not a command" in captured.err
+
+
+def test_chat_goes_on_after_a_question_that_is_refused(
+    fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, ["long", EOFError])
+    fake.refusal = "prompt of 9999 tokens leaves no room"
+    conversation = chat.Conversation(fake, SamplingParams(), None, None)
+    chat._talk(conversation)
+    assert conversation.messages == []
+    assert "prompt of 9999 tokens leaves no room (/reset starts over)" in capsys.readouterr().err
+
+
+# env and bench
+
+
+def test_env_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    assert {"nanovllm", "python", "cpu", "torch", "transformers", "gpu", "device"} <= {name.strip() for name in lines}
+    assert env.report()["CPU operators (_C)"].startswith("built, ")
+
+
+def test_env_works_when_nothing_is_built(tmp_path: Path) -> None:
+    package = Path(env.__file__).parent.parent
+    shutil.copytree(package, tmp_path / "nanovllm", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    code = (  # an editable install of the package would still find its compiled modules
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]; "
+        "from nanovllm.cli import main; raise SystemExit(main(['env']))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "not built: run `pip install -e .`" in result.stdout
+    assert "none: the operators are not built" in result.stdout
+
+
+def test_cpu_level() -> None:
+    v2 = {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"}
+    v3 = v2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"}
+    v4 = v3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
+    assert [env.cpu_level(f) for f in (set(), v2, v3, v3 - {"fma"}, v4, v4 - {"avx2"})] == [
+        "x86-64",
+        "x86-64-v2",
+        "x86-64-v3",
+        "x86-64-v2",
+        "x86-64-v4",
+        "x86-64-v2",
+    ]
+
+
+def test_bench_table_is_aligned() -> None:
+    heads, values = bench.table({"requests": 16, "prompt_tokens": 123456, "seconds": 1.5}).splitlines()
+    assert heads.split("  ") == ["requests", "prompt tokens", "seconds"]
+    assert values.split() == ["16", "123,456", "1.500"]
+    assert len(heads) == len(values)
+
+
+# The real model
+
+
+@needs_real_model
+def test_chat_of_the_real_model(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["chat", str(REAL_MODEL), "--max-model-len", "512", "--temperature", "0", "--max-tokens", "16"]
+    assert main([*line, "--once", "What is the capital of France?"]) == 0
+    captured = capsys.readouterr()
+    assert "Paris" in captured.out
+    assert "KV cache holds" in captured.err
+
+
+@needs_real_model
+def test_bench_of_the_real_model(capsys: pytest.CaptureFixture[str]) -> None:
+    line = [str(REAL_MODEL), "--max-model-len", "256", "--json"]
+    sizes = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "5"]
+    assert main(["bench", "throughput", *line, *sizes]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["requests"] == 3 and 12 <= result["prompt_tokens"] <= 27 and 6 <= result["output_tokens"] <= 15
+    assert main(["bench", "latency", *line, "--input-len", "8", "--output-len", "4", "--runs", "1"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["prompt_tokens"], result["output_tokens"]) == (8, 4)
+    assert 0 < result["time_to_first_token"] < result["seconds"]

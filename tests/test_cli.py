@@ -340,9 +340,7 @@ def test_bench_table_is_aligned() -> None:
 def test_chat_of_the_real_model(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["chat", str(REAL_MODEL), "--max-model-len", "512", "--temperature", "0", "--max-tokens", "16"]
     assert main([*line, "--once", "What is the capital of France?"]) == 0
-    captured = capsys.readouterr()
-    assert "Paris" in captured.out
-    assert "KV cache holds" in captured.err
+    assert "Paris" in capsys.readouterr().out
 
 
 @needs_real_model

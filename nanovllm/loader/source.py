@@ -22,6 +22,8 @@ _DOWNLOADED = [
     "*.jinja",
 ]  # config, weights, tokenizer, chat template
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -78,10 +80,13 @@ def load_hf_config(source: ModelSource) -> Any:
     return AutoConfig.from_pretrained(source.path)
 
 
-def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase:
-    """The model's tokenizer with its chat template, which a GGUF file carries inside."""
+def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
+    """The model's tokenizer with its chat template, which a GGUF file carries inside; None for a directory that has
+    no tokenizer files (transformers would make an empty one)."""
     if source.kind == "gguf":
         return AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
+    if not any((source.path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
     return AutoTokenizer.from_pretrained(source.path)
 
 

@@ -6,9 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from tests.tiny import save_tiny, tiny_model
 
 from nanovllm import LLM, SamplingParams
+from tests.tiny import save_tiny, tiny_model
 
 NUM_PROMPTS, VOCAB, MAX_TOKENS = 64, 199, 20
 
@@ -188,7 +188,7 @@ def test_logprobs_equal_transformers(qwen3):
     for i, entry in enumerate(out.logprobs):
         row = expected[len(prompt) - 1 + i]
         values, ids = row.topk(3)
-        assert list(entry)[0] == out.token_ids[i] and set(entry) == set(ids.tolist())
+        assert next(iter(entry)) == out.token_ids[i] and set(entry) == set(ids.tolist())
         for rank, (token_id, value) in enumerate(zip(ids.tolist(), values.tolist()), 1):
             assert entry[token_id].logprob == pytest.approx(value, abs=1e-4) and entry[token_id].rank == rank
 

@@ -2,8 +2,8 @@
 
     python benchmarks/throughput.py models/SmolLM2-135M-Instruct.Q4_1.gguf --baseline transformers
 
-Both sides get the same token ids, dtype, threads and output lengths, greedy, EOS ignored, after one warm-up. At batch 16
-lengths in and out are uneven: transformers pads on the left and runs until its longest row ends; only the tokens asked
+Both sides get the same token ids, dtype, threads and output lengths, greedy, EOS ignored, after one warm-up. At batch
+16 lengths in and out are uneven: transformers pads on the left and runs until its longest row ends; only the tokens asked
 for count. Each case alternates the two and takes the median of --repeats.
 """
 
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--baseline", choices=["transformers", "none"], default="none")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", default="", help="run the cases whose name contains this")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     args = parser.parse_args()
 
@@ -100,7 +101,7 @@ def main() -> None:
     )
     rng = random.Random(1)
     rows = []
-    for case in cases():
+    for case in [c for c in cases() if args.only in c.name]:
         prompts = [[rng.randrange(100, 40000) for _ in range(n)] for n in case.prompt_lens]
         runs = [ours(llm, prompts, case)] + ([theirs(baseline, prompts, case)] if baseline else [])
         for run in runs:

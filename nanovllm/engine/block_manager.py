@@ -54,11 +54,8 @@ class BlockManager:
 
     def compute_hash(self, token_ids: list[int], parent_hash: int = ROOT_HASH) -> int:
         """128-bit hash of a full block and, through parent_hash, of all tokens before it."""
-        h = xxhash.xxh3_128()
-        if parent_hash != ROOT_HASH:
-            h.update(parent_hash.to_bytes(16, "little"))
-        h.update(array("q", token_ids).tobytes())
-        return h.intdigest()
+        parent = b"" if parent_hash == ROOT_HASH else parent_hash.to_bytes(16, "little")
+        return xxhash.xxh3_128_intdigest(parent + array("q", token_ids).tobytes())
 
     def _block_hash(self, seq: Sequence, i: int) -> int:
         """Chained hash of seq's full logical block i."""
@@ -99,9 +96,8 @@ class BlockManager:
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> None:
         """Gives seq its block table; num_cached_blocks is what can_allocate just returned."""
         assert not seq.block_table, f"allocate: sequence {seq.seq_id} already has blocks {seq.block_table}"
-        for i in range(num_cached_blocks):
-            block_id = self._cached_block(seq, i)
-            assert block_id is not None, f"allocate: block {i} of sequence {seq.seq_id} left the prefix cache"
+        for h in seq.block_hashes[:num_cached_blocks]:
+            block_id = self.hash_to_block_id[h]
             block = self.blocks[block_id]
             if block.ref_count == 0:  # revived: its hash and tokens stay
                 del self.free_block_ids[block_id]

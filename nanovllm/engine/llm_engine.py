@@ -36,6 +36,7 @@ class Request:
 
     request_id: str
     prompt: str | None
+    prompt_token_ids: list[int]
     params: SamplingParams
     arrival: float
     sequences: list[Sequence] = field(default_factory=list)
@@ -158,7 +159,7 @@ class LLMEngine:
             while request_id in self.requests:  # a caller chose this one
                 request_id += "-"
         text = prompt if isinstance(prompt, str) else None
-        request = Request(request_id, text, params, time.perf_counter())
+        request = Request(request_id, text, token_ids, params, time.perf_counter())
         for index in range(params.n):
             seq = Sequence(
                 token_ids,
@@ -227,8 +228,9 @@ class LLMEngine:
         batch, handle = self._in_flight[0]
         token_ids, logprobs = self.runner.collect(handle)
         self._in_flight.popleft()
+        sampled = batch.sampled if logprobs else []
         for i, entry in logprobs.items():
-            seq = batch.sampled[i]
+            seq = sampled[i]
             if not seq.is_finished:
                 seq.data.logprobs.append(entry)  # type: ignore[attr-defined]
         updated, finished = self.scheduler.postprocess(batch, token_ids)
@@ -284,7 +286,7 @@ class LLMEngine:
         return RequestOutput(
             request_id=request.request_id,
             prompt=request.prompt,
-            prompt_token_ids=first.token_ids[: first.num_prompt_tokens],
+            prompt_token_ids=request.prompt_token_ids,
             outputs=[self._completion(seq) for seq in request.sequences],
             finished=request.is_finished,
             num_cached_tokens=max(first.num_prefix_tokens, 0),

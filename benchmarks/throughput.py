@@ -3,8 +3,8 @@
     python benchmarks/throughput.py models/SmolLM2-135M-Instruct.Q4_1.gguf --baseline transformers
 
 Both sides get the same token ids, dtype, threads and output lengths, greedy, EOS ignored, after one warm-up. At batch
-16 lengths in and out are uneven: transformers pads on the left and runs until its longest row ends; only the tokens asked
-for count. Each case alternates the two and takes the median of --repeats.
+16 lengths in and out are uneven: transformers pads on the left and runs until its longest row ends; only the tokens
+asked for count. Each case alternates the two and takes the median of --repeats.
 """
 
 import argparse

@@ -63,7 +63,9 @@ def write_model(
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = getattr(config, "rope_parameters", None)  # since transformers 5
+    rope_theta = rope["rope_theta"] if rope else config.rope_theta
+    writer.add_rope_freq_base(rope_theta)
     writer.add_token_list([f"token {i}" for i in range(config.vocab_size)])
     writer.add_token_types([1] * config.vocab_size)
     writer.add_eos_token_id(2)

@@ -8,7 +8,7 @@
 namespace nanovllm {
 
 struct DecodePlanParams {
-  int32_t* __restrict__ plan;                // [plan_numel], at least batch + 1
+  int32_t* __restrict__ plan;                // [plan_numel], at least batch + 1 (CUDA: decode_plan_numel)
   const int32_t* __restrict__ context_lens;  // [batch]
   int64_t batch, plan_numel;
   int64_t num_kv_heads, block_size;
@@ -19,6 +19,8 @@ void decode_plan(const DecodePlanParams& p);
 }
 #ifdef NV_CUDA
 namespace kernels {
+/// Elements of a plan for a launch on `device`, whatever the batch.
+int64_t decode_plan_numel(int device);
 cudaError_t launch_decode_plan(const DecodePlanParams& p, cudaStream_t stream);
 }
 #endif

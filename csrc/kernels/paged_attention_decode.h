@@ -15,7 +15,7 @@ struct PagedAttentionDecodeParams {
   const int32_t* __restrict__ block_tables;  // [batch, max_blocks], entries past a context are never read
   const int32_t* __restrict__ context_lens;  // [batch], 0: the row's output is 0
   const int32_t* __restrict__ plan;          // from decode_plan for these context_lens
-  float* __restrict__ workspace;             // [workspace_numel]
+  float* __restrict__ workspace;             // [workspace_numel]; CUDA: zeros before the first call
   const float* __restrict__ k_scale;         // null, or the scales of an fp8 cache
   const float* __restrict__ v_scale;         // null, or the scales of an fp8 cache
   int64_t batch, num_q_heads, num_kv_heads, head_dim;
@@ -34,6 +34,8 @@ void paged_attention_decode(const PagedAttentionDecodeParams& p);
 }
 #ifdef NV_CUDA
 namespace kernels {
+/// Floats that a launch on `device` needs.
+int64_t decode_workspace_numel(int device, int64_t group, int64_t head_dim);
 cudaError_t launch_paged_attention_decode(const PagedAttentionDecodeParams& p, cudaStream_t stream);
 }
 #endif

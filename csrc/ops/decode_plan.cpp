@@ -13,8 +13,13 @@ void decode_plan(Tensor plan, Tensor context_lens, int64_t num_kv_heads, int64_t
   check_dtype(kOp, "plan", plan, ScalarType::Int);
   check_contiguous(kOp, "context_lens", context_lens);
   check_contiguous(kOp, "plan", plan);
-  check(plan_numel.value > batch.value, kOp, "plan", "expected at least ", batch.value + 1,
-        " elements for a batch of ", batch.value, ", got ", plan_numel.value);
+#ifdef NV_CUDA
+  const int64_t needed = kernels::decode_plan_numel(plan.get_device_index());
+#else
+  const int64_t needed = batch.value + 1;
+#endif
+  check(plan_numel.value >= needed, kOp, "plan", "expected at least ", needed, " elements for a batch of ",
+        batch.value, ", got ", plan_numel.value);
   check(num_kv_heads > 0, kOp, "num_kv_heads", "expected at least 1, got ", num_kv_heads);
   check(block_size > 0, kOp, "block_size", "expected at least 1, got ", block_size);
   const DecodePlanParams p{static_cast<int32_t*>(plan.data_ptr()),

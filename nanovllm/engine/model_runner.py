@@ -69,7 +69,7 @@ class ModelRunner:
         heads = (model_config.num_q_heads, model_config.num_kv_heads, model_config.head_dim)
         self.plan = torch.empty(ops.decode_plan_numel(rows, device), dtype=torch.int32, device=device)
         numel = ops.decode_workspace_numel(rows, config.max_model_len, *heads, device)
-        self.workspace = torch.empty(numel, dtype=torch.float32, device=device)
+        self.workspace = torch.zeros(numel, dtype=torch.float32, device=device)
         self.kv_cache = self._empty_cache(0)
         self.warmup_model()
         self.num_kvcache_blocks = self._num_kvcache_blocks()

@@ -1,6 +1,8 @@
 import torch
 from torch import Tensor
 
+from nanovllm.ops.decode_plan import decode_grid
+
 _op = torch.ops.nanovllm.paged_attention_decode.default
 _CPU_TILE = 256  # tokens; kDecodeTile of csrc/cpu/paged.h
 _CPU_MAX_SPLIT_SEQS = 16  # kMaxSplitSeqs of csrc/cpu/paged.h
@@ -21,7 +23,9 @@ def paged_attention_decode(
 ) -> None:
     """out[b, h] = softmax(scale * q[b, h] . K[b]^T) @ V[b], K and V being the first context_lens[b] cached tokens.
 
-    fp32 inside, rounded once. A row's result is bitwise the same in any batch and with any number of threads.
+    Sums in fp32, rounded once. On CPU a row's result is bitwise the same in any batch and with any number of threads;
+    on CUDA in every run of the same batch (the weights are rounded to the dtype of q, float16 for an fp8 cache, before
+    they meet the values).
     Query head h reads KV head h // (num_q_heads // num_kv_heads); a KV row is loaded once for its group.
 
     Args:
@@ -29,14 +33,17 @@ def paged_attention_decode(
             a context of 0 become 0.
         q: [batch, num_q_heads, head_dim] float32 or bfloat16 on CPU, bfloat16 or float16 on CUDA; last dimension
             contiguous, other strides free. head_dim: a multiple of 8 on CPU; 64, 80, 96, 128 or 256 on CUDA.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] dtype of q; last dimension contiguous,
-            other strides free. Slots past a context may hold anything, NaN included.
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] dtype of q, on CUDA also float8_e4m3fn; last
+            dimension contiguous, other strides free; on CUDA rows aligned to 16 bytes (so in q and out), block_size a
+            power of two from 16, at most 16 query heads a KV head. Slots past a
+            context may hold anything, NaN included.
         block_tables: [batch, max_blocks] int32, last dimension contiguous; token t of sequence b is in block
             block_tables[b, t // block_size], slot t % block_size. Entries past the context are never read.
         context_lens: [batch] int32, contiguous, in tokens, this step's token included.
         plan: from `decode_plan` of the same context_lens, num_kv_heads and block_size.
-        workspace: [>= decode_workspace_numel(...)] float32, contiguous, overwritten; holds nothing between calls.
-        k_scale, v_scale: [1] float32, of an fp8 cache (refused on CPU); else None.
+        workspace: [>= decode_workspace_numel(...)] float32, contiguous, overwritten; holds nothing between calls, but
+            on CUDA it is zeros before the first one (counters, which every call leaves at zero).
+        k_scale, v_scale: [1] float32, an fp8 cache holds k / k_scale (refused on CPU); None: 1.
         scale: of the scores, usually head_dim ** -0.5.
     Raises:
         RuntimeError: a shape, dtype, stride or device does not fit, or (CPU) a block id within a context is not in
@@ -56,6 +63,7 @@ def decode_workspace_numel(
 ) -> int:
     """float32 elements of a workspace for batches up to `max_num_seqs` with contexts up to `max_context_len`."""
     if torch.device(device).type != "cpu":
-        raise NotImplementedError(f"paged_attention_decode: device: expected cpu, got {device}")
+        blocks = decode_grid(device)
+        return -(-blocks // 4) * 4 + blocks * 2 * (num_q_heads // num_kv_heads) * (head_dim + 4)
     tiles = -(-max_context_len // _CPU_TILE)
     return min(max_num_seqs, _CPU_MAX_SPLIT_SEQS) * tiles * num_q_heads * (head_dim + 2)

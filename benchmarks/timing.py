@@ -26,6 +26,7 @@ def num_input_sets(bytes_per_call: int) -> int:
 def time_calls(calls: Sequence[Call], min_us: float = 3000.0, replays: int = 7) -> float:
     """Microseconds a call: a graph of all calls, repeated to last about min_us, median of the replays."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for call in calls[:3]:
             call()

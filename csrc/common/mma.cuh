@@ -38,7 +38,9 @@ __device__ inline void ldmatrix_x4_trans(uint32_t (&r)[4], uint32_t row) {
 
 /// Two of them, addressed by lanes 0 to 15.
 __device__ inline void ldmatrix_x2(uint32_t (&r)[2], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(r[0]), "=r"(r[1])
+               : "r"(row));
 }
 __device__ inline void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
@@ -46,8 +48,8 @@ __device__ inline void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t row) {
                : "r"(row));
 }
 
-/// The transpose of an 8 x 8 matrix of 16-bit elements, of which lane l holds row l / 4, columns l % 4 * 2 and
-/// the next.
+/// The transpose of an 8 x 8 matrix of 16-bit elements, of which lane l holds row l / 4, columns l % 4 * 2
+/// and the next.
 __device__ inline uint32_t movmatrix_trans(uint32_t x) {
   uint32_t y;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));

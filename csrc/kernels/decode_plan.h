@@ -22,7 +22,7 @@ namespace kernels {
 /// Elements of a plan for a launch on `device`, whatever the batch.
 int64_t decode_plan_numel(int device);
 cudaError_t launch_decode_plan(const DecodePlanParams& p, cudaStream_t stream);
-}
+}  // namespace kernels
 #endif
 
 }  // namespace nanovllm

@@ -17,9 +17,7 @@ constexpr int kBlocksPerSm = 2;
 struct DecodeSplit {
   int num_tiles, quota, extra, unused;
 
-  __host__ __device__ int begin(int block) const {
-    return block * quota + (block < extra ? block : extra);
-  }
+  __host__ __device__ int begin(int block) const { return block * quota + (block < extra ? block : extra); }
   /// The block that owns a tile.
   __host__ __device__ int owner(int tile) const {
     const int longer = extra * (quota + 1);

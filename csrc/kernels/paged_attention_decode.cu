@@ -5,12 +5,12 @@
 // A grid of kBlocksPerSm blocks an SM walks the tiles that decode_plan gave each block (decode_split.cuh). A
 // tile is 64 tokens of one KV head; each of the 4 warps owns 16 of them, in every tile, with its own ring of
 // kStages buffers in shared memory, filled by cp.async across the borders of heads and sequences: no barrier
-// until a block leaves a head. 16 tokens lie in one cache block, so a warp needs one block id for them, loaded
-// a tile ahead. Tokens are the rows of the tensor-core products and the query heads of the group the columns
-// (8, or 16 for groups over 8): S = K q^T, O^T += V^T P^T, P^T by movmatrix from S. A head's values of the 4
-// warps are merged in shared memory. If other blocks hold tiles of it, the merge goes to the workspace, and
-// the last block to come merges all parts in the order of blocks (a counter tells who), so results do not
-// depend on timing.
+// until a block leaves a head. 16 tokens lie in one cache block, so a warp needs one block id for them,
+// loaded a tile ahead. Tokens are the rows of the tensor-core products and the query heads of the group the
+// columns (8, or 16 for groups over 8): S = K q^T, O^T += V^T P^T, P^T by movmatrix from S. A head's values
+// of the 4 warps are merged in shared memory. If other blocks hold tiles of it, the merge goes to the
+// workspace, and the last block to come merges all parts in the order of blocks (a counter tells who), so
+// results do not depend on timing.
 //
 // Reads each cached key and value once: 2 * head_dim * num_kv_heads elements a token, and is bound by that.
 // After flash decoding (Dao et al. 2023); the tile map after the scheduler of Tencent's HPC-Ops.
@@ -18,16 +18,16 @@
 // Trusted: the plan is of these context_lens and these KV heads, block ids within a context are in the cache
 // (the caller; checking would wait for the device). Checked below: block_size is a power of two from 16, rows
 // are aligned to 16 bytes, the group is at most 16.
+#include <cuda_fp8.h>
+
+#include <array>
+#include <atomic>
+
 #include "common/launch.cuh"
 #include "common/mma.cuh"
 #include "common/pack.cuh"
 #include "kernels/decode_split.cuh"
 #include "kernels/paged_attention_decode.h"
-
-#include <cuda_fp8.h>
-
-#include <array>
-#include <atomic>
 
 namespace nanovllm::kernels {
 namespace {
@@ -216,7 +216,8 @@ __device__ void load_queries(uint32_t (&q)[kHeadTiles][kDim / 16][2], const Para
   }
 }
 
-/// What a warp has of the current head. Lane l holds columns (heads) l % 4 * 2 and the next of each head tile.
+/// What a warp has of the current head. Lane l holds columns (heads) l % 4 * 2 and the next of each head
+/// tile.
 template <int kDim, int kHeadTiles>
 struct State {
   float m[kHeadTiles][2], l[kHeadTiles][2];  // l: over the lane's own tokens
@@ -346,8 +347,7 @@ __device__ void gather_parts(float* results, const Params& p, int first, int cou
         const int n = c + j * kWarps;
         const float* from = part(p, first + n, n == 0, group, kRow) + (head + row) * kRow;
         values[j] = n < count ? __ldcg(reinterpret_cast<const float4*>(from + d)) : float4{};
-        stats[j] =
-            n < count ? __ldcg(reinterpret_cast<const float2*>(from + kDim)) : float2{-INFINITY, 0.0f};
+        stats[j] = n < count ? __ldcg(reinterpret_cast<const float2*>(from + kDim)) : float2{-INFINITY, 0.0f};
       }
 #pragma unroll
       for (int j = 0; j < kUnroll; ++j) merge.add(values[j], stats[j]);
@@ -450,8 +450,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         uint32_t a[4];
         load_keys<Cache, kDim>(a, keys, k);
 #pragma unroll
-        for (int t = 0; t < kHeadTiles; ++t)
-          mma_16816<MmaType<Out, Cache>>(s[t], a, q[t][k][0], q[t][k][1]);
+        for (int t = 0; t < kHeadTiles; ++t) mma_16816<MmaType<Out, Cache>>(s[t], a, q[t][k][0], q[t][k][1]);
       }
       state.template soften<MmaType<Out, Cache>>(weights, s, scale, tokens);
     }
@@ -529,7 +528,8 @@ template <class Out, class Cache, int kDim, int kHeadTiles>
 cudaError_t launch(const Params& p, int device, int num_blocks, cudaStream_t stream) {
   constexpr auto kKernel = paged_attention_decode_kernel<Out, Cache, kDim, kHeadTiles>;
   using L = Layout<Cache, kDim>;
-  static std::array<std::atomic<int>, kMaxDevices> known_arch;  // that the kernel was compiled for; 0: not yet
+  static std::array<std::atomic<int>, kMaxDevices>
+      known_arch;  // that the kernel was compiled for; 0: not yet
   int arch = known_arch[device];
   if (arch == 0) {
     cudaFuncAttributes attributes;
@@ -545,8 +545,9 @@ cudaError_t launch(const Params& p, int device, int num_blocks, cudaStream_t str
 
 template <class Out, class Cache, int kDim>
 cudaError_t launch_group(const Params& p, int device, int num_blocks, cudaStream_t stream) {
-  return p.num_q_heads / p.num_kv_heads <= kHeads ? launch<Out, Cache, kDim, 1>(p, device, num_blocks, stream)
-                                                  : launch<Out, Cache, kDim, 2>(p, device, num_blocks, stream);
+  return p.num_q_heads / p.num_kv_heads <= kHeads
+             ? launch<Out, Cache, kDim, 1>(p, device, num_blocks, stream)
+             : launch<Out, Cache, kDim, 2>(p, device, num_blocks, stream);
 }
 
 template <class Out, class Cache>

@@ -37,7 +37,7 @@ namespace kernels {
 /// Floats that a launch on `device` needs.
 int64_t decode_workspace_numel(int device, int64_t group, int64_t head_dim);
 cudaError_t launch_paged_attention_decode(const PagedAttentionDecodeParams& p, cudaStream_t stream);
-}
+}  // namespace kernels
 #endif
 
 }  // namespace nanovllm

@@ -35,7 +35,8 @@ inline DType check_cache(const char* op, const Tensor& q, const char* k_arg, con
     return DType::kFloat8E4M3;
   }
   for (auto [arg, scale] : {std::pair{"k_scale", &k_scale}, std::pair{"v_scale", &v_scale}})
-    check(!scale->has_value(), op, arg, "expected None for a ", name(k.scalar_type()), " cache, got a tensor");
+    check(!scale->has_value(), op, arg, "expected None for a ", name(k.scalar_type()),
+          " cache, got a tensor");
 #endif
   check_dtype(op, k_arg, k, q.scalar_type());
   check_dtype(op, v_arg, v, q.scalar_type());

@@ -1,8 +1,7 @@
 #include "kernels/paged_attention_decode.h"
 
-#include "kernels/decode_plan.h"
-
 #include "common/run.h"
+#include "kernels/decode_plan.h"
 #include "ops/attention_checks.h"
 
 namespace nanovllm::ops {

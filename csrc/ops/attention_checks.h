@@ -45,4 +45,21 @@ inline DType check_cache(const char* op, const Tensor& q, const char* k_arg, con
   return check_activation(op, k_arg, k);
 }
 
+#ifdef NV_CUDA
+/// What 16-byte copies need of [..., head_dim] with these dimensions in front; one of size 1 has any stride.
+inline void check_aligned(const char* op, const char* arg, const Tensor& t) {
+  const int64_t elements = 16 / static_cast<int64_t>(t.element_size());
+  check(reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0, op, arg,
+        "expected a pointer aligned to 16 bytes");
+  for (int64_t i = 0; i + 1 < t.dim(); ++i)
+    check(t.size(i) <= 1 || t.stride(i) % elements == 0, op, arg, "expected a stride that is a multiple of ",
+          elements, " in dimension ", i, ", got ", t.stride(i));
+}
+
+inline void check_block_size(const char* op, const char* arg, int64_t block_size) {
+  check(block_size >= 16 && (block_size & (block_size - 1)) == 0, op, arg,
+        "expected block_size to be a power of two from 16 on CUDA, got ", block_size);
+}
+#endif
+
 }  // namespace nanovllm::ops

@@ -6,35 +6,6 @@
 
 namespace nanovllm::ops {
 
-#ifdef NV_CUDA
-/// What the kernel needs beyond what both backends do: rows of 16 bytes, a group of at most 16 heads, a block
-/// size that is a power of two from 16, a workspace for every block of the grid.
-static void check_for_kernel(const char* op, const PagedAttentionDecodeParams& p, int32_t device) {
-  const int64_t group = p.num_q_heads / p.num_kv_heads;
-  check(group <= 16, op, "q", "expected at most 16 query heads for a KV head on CUDA, got ", group);
-  check(p.block_size >= 16 && (p.block_size & (p.block_size - 1)) == 0, op, "k_cache",
-        "expected a block size that is a power of two from 16 on CUDA, got ", p.block_size);
-  const int64_t element = size_of(p.dtype), cached = size_of(p.cache_dtype);
-  const auto check_aligned = [&](const char* arg, const void* data, std::initializer_list<int64_t> strides,
-                                 int64_t bytes) {
-    bool aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    for (int64_t stride : strides) aligned = aligned && stride * bytes % 16 == 0;
-    check(aligned, op, arg, "expected rows aligned to 16 bytes on CUDA, got another address or stride");
-  };
-  check_aligned("out", p.out, {p.out_stride_row, p.out_stride_head}, element);
-  check_aligned("q", p.q, {p.q_stride_row, p.q_stride_head}, element);
-  check_aligned("k_cache", p.k_cache, {p.k_stride_block, p.k_stride_slot, p.k_stride_head}, cached);
-  check_aligned("v_cache", p.v_cache, {p.v_stride_block, p.v_stride_slot, p.v_stride_head}, cached);
-  check_aligned("plan", p.plan, {}, 4);
-  check_aligned("workspace", p.workspace, {}, 4);
-  const int64_t plan = kernels::decode_plan_numel(device);
-  check(p.plan_numel >= plan, op, "plan", "expected at least ", plan, " elements, got ", p.plan_numel);
-  const int64_t workspace = kernels::decode_workspace_numel(device, group, p.head_dim);
-  check(p.workspace_numel >= workspace, op, "workspace", "expected at least ", workspace, " elements, got ",
-        p.workspace_numel);
-}
-#endif
-
 void paged_attention_decode(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables,
                             Tensor context_lens, Tensor plan, Tensor workspace, std::optional<Tensor> k_scale,
                             std::optional<Tensor> v_scale, double scale) {
@@ -65,6 +36,25 @@ void paged_attention_decode(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache
   check_contiguous(kOp, "plan", plan);
   check_contiguous(kOp, "workspace", workspace);
   if (out.numel() == 0) return;
+#ifdef NV_CUDA
+  const int64_t group = q_heads.value / kv_heads.value;
+  check(group <= 16, kOp, "q", "expected at most 16 query heads for a KV head on CUDA, got ", group);
+  check_block_size(kOp, "k_cache", block.value);
+  for (const auto& [arg, tensor] : {std::pair{"out", out},
+                                    {"q", q},
+                                    {"k_cache", k_cache},
+                                    {"v_cache", v_cache},
+                                    {"plan", plan},
+                                    {"workspace", workspace}})
+    check_aligned(kOp, arg, tensor);
+  const int32_t device = q.get_device_index();
+  const int64_t plan_needed = kernels::decode_plan_numel(device);
+  check(plan_numel.value >= plan_needed, kOp, "plan", "expected at least ", plan_needed, " elements, got ",
+        plan_numel.value);
+  const int64_t workspace_needed = kernels::decode_workspace_numel(device, group, dim.value);
+  check(workspace_numel.value >= workspace_needed, kOp, "workspace", "expected at least ", workspace_needed,
+        " elements, got ", workspace_numel.value);
+#endif
   const PagedAttentionDecodeParams p{
       .out = out.data_ptr(),
       .q = q.data_ptr(),
@@ -100,9 +90,6 @@ void paged_attention_decode(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache
       .dtype = dtype,
       .cache_dtype = cache_dtype,
   };
-#ifdef NV_CUDA
-  check_for_kernel(kOp, p, q.get_device_index());
-#endif
   NV_RUN(paged_attention_decode, p, q);
 }
 

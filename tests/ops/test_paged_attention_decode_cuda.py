@@ -276,7 +276,7 @@ def test_errors() -> None:
         (
             make([20], block_size=8),
             {},
-            "k_cache: expected a block size that is a power of two from 16 on CUDA, got 8",
+            "k_cache: expected block_size to be a power of two from 16 on CUDA, got 8",
         ),
         (
             make([20], head_dim=72),
@@ -285,7 +285,7 @@ def test_errors() -> None:
         ),
         (make([20]), {6: slice(0, 8)}, "plan: expected at least"),
         (make([20]), {7: slice(0, 8)}, "workspace: expected at least"),
-        (make([20]), {7: slice(1, None)}, "workspace: expected rows aligned to 16 bytes on CUDA"),
+        (make([20]), {7: slice(1, None)}, "workspace: expected a pointer aligned to 16 bytes"),
     ]
     for batch, parts, message in cases:
         args = batch.arguments()

@@ -56,7 +56,8 @@ def _scaled(inv_freq: Tensor, config: ModelConfig, scaling: RopeScaling) -> Tens
 
 def _llama3(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:
     """Short wavelengths stay, long ones are stretched by factor, those between are blended."""
-    turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)  # over the original context
+    wavelength = 2 * math.pi / inv_freq  # tokens
+    turns = scaling.original_max_position_embeddings / wavelength
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * inv_freq / scaling.factor + kept * inv_freq

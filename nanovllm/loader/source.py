@@ -11,6 +11,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from nanovllm.loader.gguf import GgufCheckpoint
+from nanovllm.loader.gguf_tokenizer import load_gguf_tokenizer
 from nanovllm.models.registry import check_architecture
 
 _ACCEPTED = "a directory with config.json, a .gguf file, or a Hugging Face hub id like org/name"
@@ -84,7 +85,7 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer with its chat template, which a GGUF file carries inside; None for a directory that has
     no tokenizer files (transformers would make an empty one)."""
     if source.kind == "gguf":
-        return AutoTokenizer.from_pretrained(source.path.parent, gguf_file=source.path.name)
+        return load_gguf_tokenizer(source.path)
     if not any((source.path / name).is_file() for name in _TOKENIZER_FILES):
         return None
     return AutoTokenizer.from_pretrained(source.path)

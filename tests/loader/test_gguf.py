@@ -229,7 +229,23 @@ def test_real_tokenizer_and_chat_template(caplog):
         [{"role": "user", "content": "Hello"}], tokenize=False, add_generation_prompt=True
     )
     assert chat.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer("<|im_end|>").input_ids == load_generation_config(source).eos_token_id
+    assert tokenizer("<|im_end|>").input_ids == load_generation_config(source).eos_token_id == [2]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    text = "\n  Größe,\n\n 日本 12345"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+@needs_real_model
+def test_begin_of_text_is_added_when_the_file_says_so(tmp_path):
+    content = bytearray(REAL_MODEL.read_bytes())
+    key = b"tokenizer.ggml.add_bos_token"
+    flag = content.index(key) + len(key) + 4  # behind the value's type
+    assert content[flag] == 0
+    content[flag] = 1
+    changed = tmp_path / "bos.gguf"
+    changed.write_bytes(content)
+    plain, with_bos = (load_tokenizer(resolve(path)) for path in (REAL_MODEL, changed))
+    assert with_bos("Hello").input_ids == [1, *plain("Hello").input_ids]
 
 
 @needs_real_model

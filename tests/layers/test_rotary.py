@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from nanovllm.layers.rotary import RotaryEmbedding, cos_sin_table
@@ -54,9 +53,7 @@ def test_table_equals_transformers(scaling, theta):
     config = ModelConfig.from_hf(hf_config)
     positions = torch.cat((torch.arange(0, 200), torch.arange(131072 - 200, 131072)))
     ours = cos_sin_table(config)[positions]
-    # transformers 4 blends llama3's frequencies in another order: a last bit, times a position of 131,000.
-    atol = 1e-5 if int(transformers.__version__.split(".")[0]) >= 5 else 5e-5
-    torch.testing.assert_close(ours, table_of(inv_freq, attention_factor, positions), atol=atol, rtol=0)
+    torch.testing.assert_close(ours, table_of(inv_freq, attention_factor, positions), atol=1e-5, rtol=0)
 
 
 def test_default_table_equals_transformers():

@@ -16,10 +16,10 @@ void check_values(const SlotMappingParams& p) {
     ops::check(begin <= end && end <= p.num_tokens, kOp, "cu_seqlens_q",
                "expected non-decreasing offsets of at most num_tokens = ", p.num_tokens, ", got ", begin,
                " then ", end, " for sequence ", b);
-    if (begin == end) continue;
-    const int64_t last = p.start_pos[b] + (end - begin) - 1;
-    ops::check(p.start_pos[b] >= 0, kOp, "start_pos", "expected at least 0, got ", p.start_pos[b],
+    ops::check(p.start_pos[b] >= -1, kOp, "start_pos", "expected at least -1, got ", p.start_pos[b],
                " for sequence ", b);
+    if (begin == end || p.start_pos[b] < 0) continue;
+    const int64_t last = p.start_pos[b] + (end - begin) - 1;
     ops::check((last >> p.block_shift) < p.table_width, kOp, "block_tables", "expected at least ",
                (last >> p.block_shift) + 1, " entries for position ", last, " of sequence ", b,
                " in blocks of ", int64_t{1} << p.block_shift, ", got ", p.table_width);
@@ -34,6 +34,11 @@ void slot_mapping(const SlotMappingParams& p) {
   for (int64_t b = 0; b < p.num_seqs; ++b) {
     const int32_t* table = p.block_tables + b * p.table_stride_row;
     int64_t pos = p.start_pos[b];
+    if (pos < 0) {  // a padding row
+      std::fill(p.positions + p.cu_seqlens_q[b], p.positions + p.cu_seqlens_q[b + 1], 0);
+      std::fill(p.slots + p.cu_seqlens_q[b], p.slots + p.cu_seqlens_q[b + 1], -1);
+      continue;
+    }
     for (int64_t t = p.cu_seqlens_q[b]; t < p.cu_seqlens_q[b + 1]; ++t, ++pos) {
       const int64_t block = pos >> p.block_shift, first = block << p.block_shift;
       p.positions[t] = pos;

@@ -1,5 +1,6 @@
 // Token t of sequence b: positions[t] = start_pos[b] + t - cu_seqlens_q[b], slots[t] from block_tables[b].
-// positions, slots [num_tokens] int64; padding rows past cu_seqlens_q[num_seqs] get position 0 and slot -1.
+// positions, slots [num_tokens] int64; padding rows, past cu_seqlens_q[num_seqs] or
+// of a sequence whose start_pos is negative, get position 0 and slot -1.
 //
 // A thread owns a token and finds its sequence by bisection of cu_seqlens_q, which stays in L1: about ten
 // dependent loads for 512 sequences. Moves some 20 bytes a token: bound by the launch. After the host-side
@@ -25,9 +26,9 @@ __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMappin
       const int64_t middle = (b + end) / 2;
       (p.cu_seqlens_q[middle] <= t ? b : end) = middle;
     }
-    position = p.start_pos[b] + (t - p.cu_seqlens_q[b]);
+    if (p.start_pos[b] >= 0) position = p.start_pos[b] + (t - p.cu_seqlens_q[b]);
     const int64_t block = position >> p.block_shift;
-    if (block >= 0 && block < p.table_width) {
+    if (p.start_pos[b] >= 0 && block < p.table_width) {
       const int64_t id = p.block_tables[b * p.table_stride_row + block];
       if (id >= 0) slot = (id << p.block_shift) + position - (block << p.block_shift);
     }

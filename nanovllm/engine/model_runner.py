@@ -14,23 +14,31 @@ from nanovllm.config import DEFAULT_CPU_KV_BYTES, EngineConfig
 from nanovllm.engine.batch import Batch, Chunk
 from nanovllm.engine.context import Context, set_context
 from nanovllm.engine.kv_cache import block_bytes, num_blocks_in_bytes, num_blocks_on_gpu
+from nanovllm.engine.row_table import Arrays, RowTable
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import StagingBuffer
-from nanovllm.layers.logits import Logprobs, needs_processing, process_row
+from nanovllm.engine.step_graphs import DecodeGraphs
+from nanovllm.layers.logits import Logprobs, process_row
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import Logprob
 
-Arrays = dict[str, np.ndarray]
 _WARMUP_TOKENS_ON_CPU = 32
+_GRAPH_MARGIN = 4 << 20  # bytes a captured graph may take beyond the shared pool
 
 
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step: what it computes, and where its results appear on the device."""
+    """A launched step: what it computes, and where its results will be.
+
+    token_ids: [>= num_sampled] int64 on the host, written by the device; index: where batch.sampled is in it, None for
+    its first places. event: when it is written; None: at once.
+    """
 
     batch: Batch
-    token_ids: Tensor  # [num_sampled] int64, in the order of batch.sampled
-    logprobs: Logprobs | None
+    token_ids: Tensor
+    index: np.ndarray | None = None
+    event: torch.cuda.Event | None = None
+    logprobs: Logprobs | None = None
 
 
 class ModelRunner:
@@ -55,25 +63,25 @@ class ModelRunner:
         self.config, self.model_config, self.model = config, model_config, model
         self.device, self.dtype, self.block_size = device, dtype, config.kvcache_block_size
         rows, width, tokens = config.max_running, config.max_blocks_per_seq, config.max_num_batched_tokens
-        self.block_tables = np.full((rows, width), -1, np.int32)  # [row, logical block]
-        self.temperature, self.top_p, self.min_p = (np.zeros(rows, np.float32) for _ in range(3))
-        self.top_k = np.zeros(rows, np.int32)
-        self.seeds = np.zeros(rows, np.int64)
-        self.is_special = np.zeros(rows, bool)  # logits need the host's attention: penalties, bias, logprobs
-        per_row = 4 * width + 64  # bytes of a block table and of the scalars below
+        self.rows = RowTable(rows, width, device)
+        per_row = 12 * width + 128  # bytes that a step may send of a row: its whole block table, and scalars
         self.staging = StagingBuffer(8 * tokens + rows * per_row + 4096, device)
         self.input_ids, self.positions, self.slots = (
             torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3)
         )
-        self.last_token_ids = torch.zeros(rows, dtype=torch.int64, device=device)  # [row]
+        pin = device.type == "cuda"
+        self._host_token_ids = [torch.empty(rows, dtype=torch.int64, pin_memory=pin) for _ in range(2)]  # take turns
+        self._turn = 0
         heads = (model_config.num_q_heads, model_config.num_kv_heads, model_config.head_dim)
         self.plan = torch.empty(ops.decode_plan_numel(rows, device), dtype=torch.int32, device=device)
         numel = ops.decode_workspace_numel(rows, config.max_model_len, *heads, device)
         self.workspace = torch.zeros(numel, dtype=torch.float32, device=device)
         self.kv_cache = self._empty_cache(0)
         self.warmup_model()
+        self.graphs = DecodeGraphs(self) if device.type == "cuda" and not config.enforce_eager else None
         self.num_kvcache_blocks = self._num_kvcache_blocks()
         self.allocate_kv_cache(self.num_kvcache_blocks)
+        self.capture_cudagraph()
 
     # Memory
 
@@ -91,6 +99,7 @@ class ModelRunner:
             free, total = torch.cuda.mem_get_info(self.device)
             stats = torch.cuda.memory_stats(self.device)
             peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
+            free -= self._graph_bytes()
             return num_blocks_on_gpu(total, free, peak, current, c.gpu_memory_utilization, size)
         memory = c.kv_cache_memory_bytes or DEFAULT_CPU_KV_BYTES
         return num_blocks_in_bytes(memory, size, c.max_running * c.max_blocks_per_seq)
@@ -125,12 +134,30 @@ class ModelRunner:
             block_tables=None,
             max_seqlen_q=length,
         )
-        self.allocate_kv_cache(0)
-        last = cu_seqlens[1:].long() - 1
-        logits = self.run_model(self.input_ids[:total], positions, context, last)
-        zeros = torch.zeros(count, device=self.device)
-        ids = last.clone()
-        ops.sample(ids, logits, zeros, zeros.int(), zeros + 1, zeros, last, last)
+        num_sampled = min(total, self.config.max_running)
+        logits = self.run_model(
+            self.input_ids[:total], positions, context, torch.arange(num_sampled, device=self.device)
+        )
+        token_ids = torch.empty(num_sampled, dtype=torch.int64, device=self.device)
+        self.sample(token_ids, logits, {n: t[:num_sampled] for n, t in self.rows.params.items()}, token_ids)
+
+    def _graph_bytes(self) -> int:
+        """Memory that the graphs will take: that of the largest, captured for once without pages, and a margin."""
+        if self.graphs is None:
+            return 0
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info(self.device)[0]
+        trial = DecodeGraphs(self)
+        trial.capture(trial.buckets[-1:])
+        used = before - torch.cuda.mem_get_info(self.device)[0]
+        del trial
+        torch.cuda.empty_cache()
+        return int(1.1 * used) + len(self.graphs.buckets) * _GRAPH_MARGIN
+
+    def capture_cudagraph(self) -> None:
+        """Captures the decode steps of every batch bucket; nothing on CPU or with enforce_eager."""
+        if self.graphs is not None:
+            self.graphs.capture()
 
     # One step
 
@@ -141,90 +168,101 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle:
         """Enqueues a step; its token ids are on the device for the next launch at once, for the host after collect."""
+        size = self.graphs.bucket(batch) if self.graphs is not None else None
+        if size is not None:
+            token_ids, index = self.graphs.launch(batch, size)
+            return self._handle(batch, token_ids, index)
+        return self._launch_eagerly(batch)
+
+    def _launch_eagerly(self, batch: Batch) -> StepHandle:
         seqs = batch.decodes + [c.seq for c in batch.chunks]
-        for seq in seqs:
-            if seq.num_synced_blocks != len(seq.block_table):
-                self._sync_row(seq)
+        changes = self.rows.changes(seqs)
         rows = np.fromiter((s.row for s in seqs), np.int64, len(seqs))
         num_decode = len(batch.decodes)
         arrays = self.prepare_decode(batch.decode_ends)
         arrays |= self.prepare_prefill(batch.chunks)
-        arrays["block_tables"] = self.prepare_block_tables(rows, arrays)
+        width = self.table_width(arrays)
         arrays["start_pos"] = np.concatenate((arrays.pop("decode_start_pos"), arrays.pop("prefill_start_pos")))
         arrays["cu_seqlens"] = np.concatenate(
             (np.arange(num_decode, dtype=np.int32), arrays["cu_seqlens_q"] + np.int32(num_decode))
         )
         arrays |= self.prepare_sample(batch, rows, arrays)
-        t = self.staging.send(arrays)
+        t = self.staging.send(arrays | changes)
+        self.rows.apply(t)
 
         num_tokens = num_decode + t["input_ids"].shape[0]
         input_ids, positions, slots = (x[:num_tokens] for x in (self.input_ids, self.positions, self.slots))
         if num_decode:
-            torch.index_select(self.last_token_ids, 0, t["rows"][:num_decode], out=input_ids[:num_decode])
+            torch.index_select(self.rows.last_token_ids, 0, t["rows"][:num_decode], out=input_ids[:num_decode])
             ops.decode_plan(self.plan, t["decode_context_lens"], self.model_config.num_kv_heads, self.block_size)
         if batch.chunks:
             input_ids[num_decode:] = t["input_ids"]
-        ops.slot_mapping(positions, slots, t["block_tables"], t["cu_seqlens"], t["start_pos"], self.block_size)
+        block_tables = self.prepare_block_tables(t["rows"], width)
+        ops.slot_mapping(positions, slots, block_tables, t["cu_seqlens"], t["start_pos"], self.block_size)
         has_prefix = any(c.start > 0 for c in batch.chunks)
         context = Context(
             slot_mapping=slots,
             num_decode=num_decode,
-            decode_block_tables=t["block_tables"][:num_decode],
+            decode_block_tables=block_tables[:num_decode],
             decode_context_lens=t["decode_context_lens"],
             plan=self.plan,
             workspace=self.workspace,
             cu_seqlens_q=t["cu_seqlens_q"],
             cu_seqlens_k=t["cu_seqlens_k"],
             context_lens=t["context_lens"],
-            block_tables=t["block_tables"][num_decode:] if has_prefix else None,
+            block_tables=block_tables[num_decode:] if has_prefix else None,
             max_seqlen_q=max((c.end - c.start for c in batch.chunks), default=0),
         )
+        logits = self.run_model(input_ids, positions, context, t["logits_indices"])
         sampled = batch.sampled
         token_ids = torch.empty(len(sampled), dtype=torch.int64, device=self.device)
-        logits = self.run_model(input_ids, positions, context, t["logits_indices"])
         logprobs = None
         if sampled:
             raw = logits
-            is_special = self.is_special[arrays["sampled_rows"]].any()
+            is_special = self.rows.is_special[arrays["sampled_rows"]].any()
             if is_special:
                 logits = self._process_logits(logits, sampled, arrays["sample_positions"])
-            ops.sample(
-                token_ids,
-                logits,
-                t["temperature"],
-                t["top_k"],
-                t["top_p"],
-                t["min_p"],
-                t["seeds"],
-                t["sample_positions"],
-            )
-            self.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
+            params = {name: tensor[t["sampled_rows"]] for name, tensor in self.rows.params.items()}
+            self.sample(token_ids, logits, params, t["sample_positions"])
+            self.rows.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
             if is_special:
                 logprobs = self._logprobs(raw, token_ids, sampled)
-        return StepHandle(batch, token_ids, logprobs)
+        return self._handle(batch, token_ids, None, logprobs)
+
+    def _handle(
+        self, batch: Batch, token_ids: Tensor, index: np.ndarray | None, logprobs: Logprobs | None = None
+    ) -> StepHandle:
+        """Starts the copy of the token ids to the host."""
+        if self.device.type == "cpu":
+            return StepHandle(batch, token_ids, index, None, logprobs)
+        self._turn ^= 1
+        host = self._host_token_ids[self._turn][: len(token_ids)]
+        host.copy_(token_ids, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return StepHandle(batch, host, index, event, logprobs)
 
     def collect(self, handle: StepHandle) -> tuple[list[int], dict[int, dict[int, Logprob]]]:
         """Waits for a step: its token ids, and logprobs by index among them for the rows that want any."""
-        return handle.token_ids.tolist(), handle.logprobs.to_dicts() if handle.logprobs else {}
+        if handle.event is not None:
+            handle.event.synchronize()
+        token_ids = handle.token_ids if handle.index is None else handle.token_ids.numpy()[handle.index]
+        return token_ids.tolist(), handle.logprobs.to_dicts() if handle.logprobs else {}
 
-    def run_model(self, input_ids: Tensor, positions: Tensor, context: Context, logits_indices: Tensor) -> Tensor:
-        """Logits [len(logits_indices), vocab] of the tokens at logits_indices."""
+    def run_model(
+        self, input_ids: Tensor, positions: Tensor, context: Context, logits_indices: Tensor | None = None
+    ) -> Tensor:
+        """Logits [len(logits_indices), vocab] of the tokens at logits_indices (None: of all)."""
         with torch.inference_mode(), set_context(context):
             hidden = self.model(input_ids, positions)
-            return self.model.compute_logits(hidden[logits_indices])
+            return self.model.compute_logits(hidden if logits_indices is None else hidden[logits_indices])
+
+    def sample(self, token_ids: Tensor, logits: Tensor, params: dict[str, Tensor], positions: Tensor) -> None:
+        """ops.sample with the parameters of some rows."""
+        p = params
+        ops.sample(token_ids, logits, p["temperature"], p["top_k"], p["top_p"], p["min_p"], p["seeds"], positions)
 
     # Host arrays of a step
-
-    def _sync_row(self, seq: Sequence) -> None:
-        """Copies what changed of a sequence into its row; all of it when the row is new."""
-        row, table, known = seq.row, seq.block_table, seq.num_synced_blocks
-        if known == 0:
-            p = seq.params
-            self.temperature[row], self.top_p[row], self.min_p[row] = p.temperature, p.top_p, p.min_p
-            self.top_k[row], self.seeds[row] = min(p.top_k, 2**31 - 1), seq.seed
-            self.is_special[row] = needs_processing(seq) or p.logprobs is not None
-        self.block_tables[row, known : len(table)] = table[known:]
-        seq.num_synced_blocks = len(table)
 
     def prepare_decode(self, ends: Seq[int]) -> Arrays:
         """Of each decoding sequence: context length [B], and position [B] of its one token."""
@@ -253,13 +291,17 @@ class ModelRunner:
             "prefill_start_pos": starts,
         }
 
-    def prepare_block_tables(self, rows: np.ndarray, arrays: Arrays) -> np.ndarray:
-        """[len(rows), M] block tables, M the blocks of the longest context; entries past a context are stale."""
+    def table_width(self, arrays: Arrays) -> int:
+        """Blocks of the step's longest context."""
         longest = max(arrays["decode_context_lens"].max(initial=1), arrays["context_lens"].max(initial=1))
-        return self.block_tables[rows, : -(-int(longest) // self.block_size)]
+        return -(-int(longest) // self.block_size)
+
+    def prepare_block_tables(self, rows: Tensor, width: int) -> Tensor:
+        """[len(rows), width] int32 block tables of some rows; entries past a context are stale or -1."""
+        return self.rows.block_tables[:, :width].index_select(0, rows)
 
     def prepare_sample(self, batch: Batch, rows: np.ndarray, arrays: Arrays) -> Arrays:
-        """Sampling parameters of the rows that get a token; position: the index of that token in its sequence."""
+        """Which rows get a token, where their logits are, and the index of that token in its sequence."""
         num_decode = len(batch.decodes)
         lasts = [i for i, c in enumerate(batch.chunks) if c.is_last]
         sampled_rows = np.concatenate((rows[:num_decode], rows[num_decode:][lasts]))
@@ -275,11 +317,6 @@ class ModelRunner:
             "sampled_rows": sampled_rows,
             "logits_indices": logits_indices,
             "sample_positions": ends.astype(np.int64),
-            "temperature": self.temperature[sampled_rows],
-            "top_k": self.top_k[sampled_rows],
-            "top_p": self.top_p[sampled_rows],
-            "min_p": self.min_p[sampled_rows],
-            "seeds": self.seeds[sampled_rows],
         }
 
     # Logits that need the host
@@ -287,7 +324,7 @@ class ModelRunner:
     def _process_logits(self, logits: Tensor, seqs: list[Sequence], positions: np.ndarray) -> Tensor:
         logits = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
         for i, seq in enumerate(seqs):
-            if self.is_special[seq.row]:
+            if self.rows.is_special[seq.row]:
                 process_row(logits[i], seq, int(positions[i]) - seq.num_prompt_tokens)
         return logits
 

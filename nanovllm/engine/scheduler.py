@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 from collections.abc import Sequence as Seq
 
@@ -30,7 +31,7 @@ class Scheduler:
         self.block_manager = BlockManager(num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.free_rows = list(range(config.max_running - 1, -1, -1))
+        self.free_rows = list(range(config.max_running))  # a heap: the lowest row first keeps the rows in use dense
         self.draining = 0
         self.num_preemptions = 0
 
@@ -124,7 +125,7 @@ class Scheduler:
         seq.num_prefill_tokens = len(seq.token_ids)
         if seq.num_prefix_tokens < 0:
             seq.num_prefix_tokens = seq.num_cached_tokens
-        seq.row = self.free_rows.pop()
+        seq.row = heapq.heappop(self.free_rows)
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         return True
@@ -226,5 +227,5 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         self.block_manager.deallocate(seq)
         if seq.row >= 0:
-            self.free_rows.append(seq.row)
+            heapq.heappush(self.free_rows, seq.row)
             seq.row = -1

@@ -23,7 +23,8 @@ def slot_mapping(
         block_tables: [num_seqs, table_width] int32 block ids, last dimension contiguous, row stride free;
             entries past a sequence's last position are not read.
         cu_seqlens_q: [num_seqs + 1] int32, contiguous: sequence b owns tokens cu_seqlens_q[b] up to [b + 1].
-        start_pos: [num_seqs] int32, contiguous: position of each sequence's first scheduled token.
+        start_pos: [num_seqs] int32, contiguous: position of each sequence's first scheduled token; -1: a padding
+            row, whose tokens get position 0 and slot -1.
         block_size: tokens a block, a power of two.
     Raises:
         RuntimeError: a shape, dtype, stride or device does not fit, or block_size is no power of two; on CPU

@@ -56,6 +56,16 @@ def test_corners(device: str, case: Case) -> None:
     reference.assert_same_bits(slots, want[1], "slots")
 
 
+def test_padding_rows(device: str) -> None:
+    """A negative start: no position, no slot, whatever the table holds; the rows around it are as they would be."""
+    tables = torch.tensor([[7], [3], [2**31 - 1]], dtype=torch.int32, device=device)
+    cu_seqlens_q = torch.tensor([0, 2, 3, 4], dtype=torch.int32, device=device)
+    start_pos = torch.tensor([-1, 5, -1], dtype=torch.int32, device=device)
+    positions, slots = (torch.full((4,), -77, dtype=torch.int64, device=device) for _ in range(2))
+    ops.slot_mapping(positions, slots, tables, cu_seqlens_q, start_pos, 16)
+    assert positions.tolist() == [0, 0, 5, 0] and slots.tolist() == [-1, -1, 3 * 16 + 5, -1]
+
+
 def test_missing_block_and_strided_table(device: str) -> None:
     case = Case((40,), (8,), 16)
     positions, slots, tables, cu_seqlens_q, start_pos = inputs(case, device)
@@ -103,7 +113,7 @@ def test_errors() -> None:
             {3: i32(0, 3, 2)},
             "cu_seqlens_q: expected non-decreasing offsets of at most num_tokens = 4, got 3 then 2",
         ),
-        ({4: i32(0, -1)}, "start_pos: expected at least 0, got -1 for sequence 1"),
+        ({4: i32(0, -2)}, "start_pos: expected at least -1, got -2 for sequence 1"),
         (
             {4: i32(0, 48)},
             "block_tables: expected at least 4 entries for position 48 of sequence 1 in blocks of 16",

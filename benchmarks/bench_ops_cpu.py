@@ -114,8 +114,69 @@ def store_kv_cache(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
     return lambda: ops.store_kv_cache(k, v, k_cache, v_cache, slots), eager
 
 
+def skinny_linear(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
+    """The gate and up projection; above 16 rows the engine calls F.linear itself."""
+    x = torch.randn(min(num_tokens, 16), HIDDEN).to(dtype)
+    weight = torch.randn(2 * INTERMEDIATE, HIDDEN).to(dtype)
+    out = x.new_empty(len(x), len(weight))
+    return lambda: ops.skinny_linear(out, x, weight), lambda: F.linear(x, weight)
+
+
+def paged_attention_decode(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
+    """As many sequences as tokens, at most 64, contexts of 512; eager has its keys and values dense."""
+    batch, length, scale = min(num_tokens, 64), 512, HEAD_DIM**-0.5
+    num_blocks = batch * length // BLOCK_SIZE
+    q = torch.randn(batch, NUM_Q_HEADS, HEAD_DIM).to(dtype)
+    k_cache, v_cache = torch.randn(2, num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM).to(dtype)
+    block_tables = torch.randperm(num_blocks).view(batch, -1).int()
+    context_lens = torch.full((batch,), length, dtype=torch.int32)
+    plan = torch.empty(ops.decode_plan_numel(batch, "cpu"), dtype=torch.int32)
+    numel = ops.decode_workspace_numel(batch, length, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, "cpu")
+    out, workspace = torch.empty_like(q), torch.empty(numel)
+    ops.decode_plan(plan, context_lens, NUM_KV_HEADS, BLOCK_SIZE)
+    args = out, q, k_cache, v_cache, block_tables, context_lens, plan, workspace, None, None, scale
+    k, v = torch.randn(2, batch, NUM_KV_HEADS, length, HEAD_DIM).to(dtype)
+    return (
+        lambda: ops.paged_attention_decode(*args),
+        lambda: F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True),
+    )
+
+
+def paged_attention_prefill(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
+    """One prompt, keys and values packed."""
+    q = torch.randn(num_tokens, NUM_Q_HEADS, HEAD_DIM).to(dtype)
+    k, v = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_DIM).to(dtype)
+    out, scale = torch.empty_like(q), HEAD_DIM**-0.5
+    cu_seqlens_q = torch.tensor([0, num_tokens], dtype=torch.int32)
+    args = out, q, k, v, cu_seqlens_q, cu_seqlens_q[1:], None, num_tokens, None, None, scale
+    heads = [x.transpose(0, 1)[None].contiguous() for x in (q, k, v)]
+    return (
+        lambda: ops.paged_attention_prefill(*args),
+        lambda: F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True),
+    )
+
+
+def sample(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
+    """Temperature, top-k 50 and top-p 0.9 over a large vocabulary, at most 16 rows; eager sorts."""
+    rows, vocab = min(num_tokens, 16), 151936
+    logits = 3 * torch.randn(rows, vocab).to(dtype)
+    token_ids, seeds = torch.empty(rows, dtype=torch.int64), torch.arange(rows)
+    temperature, top_k = torch.full((rows,), 0.8), torch.full((rows,), 50, dtype=torch.int32)
+    top_p, min_p = torch.full((rows,), 0.9), torch.zeros(rows)
+
+    def eager() -> Tensor:
+        x, ids = (logits.float() / 0.8).sort(dim=-1, descending=True)
+        x[:, 50:] = float("-inf")
+        probs = x.softmax(-1)
+        probs = probs.masked_fill(probs.cumsum(-1) - probs >= 0.9, 0.0)
+        return ids.gather(1, (probs / torch.empty_like(probs).exponential_()).argmax(-1, keepdim=True))
+
+    return lambda: ops.sample(token_ids, logits, temperature, top_k, top_p, min_p, seeds, seeds), eager
+
+
 CASES = {f.__name__: f for f in (
     rms_norm, add_rms_norm, silu_and_mul, rotary_embedding, store_kv_cache, qk_norm_rope_store,
+    skinny_linear, paged_attention_decode, paged_attention_prefill, sample,
 )}  # fmt: skip
 
 
@@ -131,14 +192,14 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.dtype}")
-    print(f"{'op':20} | {'tokens':>6} | {'us':>9} | {'x-eager':>7}")
+    print(f"{'op':23} | {'tokens':>6} | {'us':>9} | {'x-eager':>7}")
     ratios = []
     for name in args.ops:
         for num_tokens in args.tokens:
             ours, eager = CASES[name](num_tokens, getattr(torch, args.dtype))
             us = microseconds(ours)
             ratios.append(microseconds(eager) / us)
-            print(f"{name:20} | {num_tokens:6} | {us:9.2f} | {ratios[-1]:7.2f}", flush=True)
+            print(f"{name:23} | {num_tokens:6} | {us:9.2f} | {ratios[-1]:7.2f}", flush=True)
     print(f"geometric mean {math.prod(ratios) ** (1 / len(ratios)):.2f}")
 
 

@@ -5,10 +5,10 @@
 #include "kernels/paged_attention_decode.h"
 
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "cpu/paged.h"
+#include "cpu/softmax.h"
 
 namespace nanovllm::cpu {
 namespace {
@@ -91,22 +91,12 @@ NV_INLINE void for_heads(int64_t rows, F const& f) {
   if (rows - r == 1) f(std::integral_constant<int, 1>{}, r);
 }
 
-/// Turns scores into exp(score - m), in place; gives m and l.
-NV_INLINE void soften(float* scores, int64_t count, float* stats) {
-  constexpr float kLowest = -std::numeric_limits<float>::infinity();
+/// Turns scores into weights, in place; gives m and l.
+NV_INLINE void soften_row(float* scores, int64_t count, float* stats) {
   const int64_t padded = (count + kVec - 1) / kVec * kVec;
-  std::fill(scores + count, scores + padded, kLowest);
-  Vec top = Vec{} + kLowest;
-  for (int64_t t = 0; t < padded; t += kVec) top = max(top, load_vec(scores + t));
-  const float m = max(top);
-  Vec total{};
-  for (int64_t t = 0; t < padded; t += kVec) {
-    const Vec e = exp(load_vec(scores + t) - m);
-    store_vec(scores + t, e);
-    total += e;
-  }
-  stats[0] = m;
-  stats[1] = sum(total);
+  std::fill(scores + count, scores + padded, kNoScore);
+  stats[0] = greatest(scores, padded, kNoScore);
+  stats[1] = soften(scores, padded, stats[0]);
 }
 
 /// One tile of sequence b and KV head h, of which s.q holds the scaled queries: [group][kStats + head_dim].
@@ -123,7 +113,7 @@ NV_INLINE void attend(const PagedAttentionDecodeParams& p, int64_t b, int64_t h,
   for_heads(group, [&](auto n, int64_t r) {
     score_heads<n>(&s.scores[r * kDecodeTile], &s.q[r * dim], rows, count, dim);
   });
-  for (int64_t r = 0; r < group; ++r) soften(&s.scores[r * kDecodeTile], count, out + r * stride);
+  for (int64_t r = 0; r < group; ++r) soften_row(&s.scores[r * kDecodeTile], count, out + r * stride);
   find_rows(rows, static_cast<const T*>(p.v_cache) + h * p.v_stride_head, p.v_stride_block, p.v_stride_slot,
             table, p.block_size, begin, count);
   for_heads(group, [&](auto n, int64_t r) {
@@ -145,7 +135,7 @@ NV_MULTIVERSION void attend_bf16(const PagedAttentionDecodeParams& p, int64_t b,
 __attribute__((noinline)) void merge(float* total, const float* tile, int64_t rows, int64_t dim) {
   for (int64_t r = 0; r < rows; ++r, total += kStats + dim, tile += kStats + dim) {
     const float m = std::max(total[0], tile[0]);
-    const float a = std::exp(total[0] - m), c = std::exp(tile[0] - m);
+    const float a = std::exp2(total[0] - m), c = std::exp2(tile[0] - m);
     total[0] = m;
     for (int64_t i = 1; i < kStats + dim; ++i) total[i] = total[i] * a + tile[i] * c;
   }
@@ -178,7 +168,7 @@ void run_items(const PagedAttentionDecodeParams& p, const int64_t* first_slot, s
     const int64_t tiles = decode_tiles(p.context_lens[b]);
     for (int64_t r = 0; r < group; ++r) {
       const T* q = static_cast<const T*>(p.q) + b * p.q_stride_row + (h * group + r) * p.q_stride_head;
-      for (int64_t d = 0; d < dim; ++d) s.q[r * dim + d] = p.scale * to_float(q[d]);
+      for (int64_t d = 0; d < dim; ++d) s.q[r * dim + d] = p.scale * kLog2E * to_float(q[d]);
     }
     if (p.plan[b + 1] - p.plan[b] > 1) {
       const int64_t tile = item - p.plan[b];

@@ -5,23 +5,25 @@
 // was chunked.
 #include "kernels/paged_attention_prefill.h"
 
-#include <limits>
+#include <cmath>
 #include <vector>
 
 #include "cpu/gemm.h"
 #include "cpu/paged.h"
+#include "cpu/softmax.h"
 
 namespace nanovllm::cpu {
 namespace {
 
 constexpr int64_t kTile = 64;        // keys
 constexpr int64_t kBlockRows = 192;  // aimed at: query tokens times group
-constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 using Params = PagedAttentionPrefillParams;
 
 int64_t group_size(const Params& p) { return p.num_q_heads / p.num_kv_heads; }
-int64_t block_tokens(const Params& p) { return std::max<int64_t>(1, kBlockRows / group_size(p)); }
+int64_t block_tokens(const Params& p) {
+  return std::clamp<int64_t>(p.max_seqlen_q, 1, std::max<int64_t>(1, kBlockRows / group_size(p)));
+}
 int64_t padded(int64_t head_dim) { return (head_dim + kVec - 1) / kVec * kVec; }
 
 /// Of one thread.
@@ -38,8 +40,8 @@ struct Scratch {
         v(kTile * wide) {}
   std::vector<float> q;           // [rows][head_dim], scaled
   std::vector<float> out;         // [rows][padded head_dim], times total
-  std::vector<float> scores;      // [rows][kTile], then probabilities times total
-  std::vector<float> top, total;  // [rows] greatest score so far, sum of exp(score - top)
+  std::vector<float> scores;      // [rows][kTile], then weights
+  std::vector<float> top, total;  // [rows] greatest score so far, sum of weights
   std::vector<float> k;           // [padded head_dim][kTile]
   std::vector<float> v;           // [kTile][padded head_dim]
   const void* rows[kTile];        // of keys, then of values
@@ -87,25 +89,18 @@ NV_INLINE void pack_values(float* v, const T* const* rows, int64_t count, int64_
     for (int64_t d = 0; d < dim; d += kVec) store_vec(v + t * wide + d, load_dims(rows[t], d, dim));
 }
 
-/// One row of the online softmax: scores become exp(score - top), zero past the `visible` ones.
-NV_INLINE void soften(float* scores, int64_t visible, float* out, int64_t wide, float& top, float& total) {
-  std::fill(scores + std::min(visible, kTile), scores + kTile, kLowest);
-  Vec greatest = Vec{} + top;
-  for (int64_t t = 0; t < kTile; t += kVec) greatest = max(load_vec(scores + t), greatest);
-  const float new_top = max(greatest);
-  Vec sum_of_tile{};
-  for (int64_t t = 0; t < kTile; t += kVec) {
-    const Vec e = exp(load_vec(scores + t) - new_top);
-    store_vec(scores + t, e);
-    sum_of_tile += e;
-  }
+/// One row of the online softmax: scores become weights 2^(score - top), zero past the `visible` ones.
+NV_INLINE void soften_row(float* scores, int64_t visible, float* out, int64_t wide, float& top,
+                          float& total) {
+  std::fill(scores + std::min(visible, kTile), scores + kTile, kNoScore);
+  const float new_top = greatest(scores, kTile, top);
   if (new_top != top) {
-    const float shrink = exp(Vec{} + (top - new_top))[0];
+    const float shrink = std::exp2(top - new_top);
     for (int64_t d = 0; d < wide; d += kVec) store_vec(out + d, load_vec(out + d) * shrink);
     total *= shrink;
     top = new_top;
   }
-  total += sum(sum_of_tile);
+  total += soften(scores, kTile, top);
 }
 
 template <class T>
@@ -114,11 +109,11 @@ NV_INLINE void attend(const Params& p, const Block& b, Scratch& s) {
   for (int64_t r = 0; r < num_rows; ++r) {
     const T* q = static_cast<const T*>(p.q) + (b.first_row + r / group) * p.q_stride_row +
                  (b.kv_head * group + r % group) * p.q_stride_head;
-    for (int64_t d = 0; d < dim; ++d) s.q[r * dim + d] = p.scale * to_float(q[d]);
+    for (int64_t d = 0; d < dim; ++d) s.q[r * dim + d] = p.scale * kLog2E * to_float(q[d]);
   }
   std::fill_n(s.out.begin(), num_rows * wide, 0.0f);
   std::fill_n(s.total.begin(), num_rows, 0.0f);
-  std::fill_n(s.top.begin(), num_rows, kLowest);
+  std::fill_n(s.top.begin(), num_rows, kNoScore);
   const T** rows = reinterpret_cast<const T**>(s.rows);
   const int64_t end = b.position + b.tokens;  // keys that the last query sees
   for (int64_t begin = 0; begin < end; begin += kTile) {
@@ -129,8 +124,8 @@ NV_INLINE void attend(const Params& p, const Block& b, Scratch& s) {
     gemm<false>(&s.scores[first * kTile], kTile, &s.q[first * dim], dim, s.k.data(), kTile, num_rows - first,
                 kTile, dim);
     for (int64_t r = first; r < num_rows; ++r)
-      soften(&s.scores[r * kTile], b.position + r / group + 1 - begin, &s.out[r * wide], wide, s.top[r],
-             s.total[r]);
+      soften_row(&s.scores[r * kTile], b.position + r / group + 1 - begin, &s.out[r * wide], wide, s.top[r],
+                 s.total[r]);
     find(rows, p, b, p.v, p.v_stride_block, p.v_stride_slot, p.v_stride_head, begin, count);
     pack_values(s.v.data(), rows, count, dim);
     gemm<true>(&s.out[first * wide], wide, &s.scores[first * kTile], kTile, s.v.data(), wide,

@@ -23,6 +23,8 @@ constexpr int kBins = 1024;                // of the top-p histogram
 constexpr int64_t kBlocksPerThread = 256;  // at least
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
+constexpr int kAllBins = -2;
+
 enum class Pass { kMaxima, kMass, kHistogram, kCandidates, kPick };
 
 struct Row {
@@ -35,7 +37,7 @@ struct Row {
   float floor_, to_bin;             // candidates: x >= floor_, in bin (-x) * to_bin
   int bin = -1;                     // candidates of this bin only; -1: of all
   std::vector<float> maxima, mass;  // [num_blocks] greatest logit; sum of exp(x) over the tokens that stay
-  std::vector<double> bin_mass;     // [kBins]
+  std::vector<double> bin_mass;     // [1 + kBins + 1]
   std::vector<float> candidates;    // x
   std::mutex mutex;
   float best_score = kLowest;
@@ -87,21 +89,48 @@ NV_INLINE void sum_mass(Row& row, int64_t begin, int64_t end) {
   }
 }
 
-/// Calls f(x, exp(x), bin) for every token with x >= floor_.
+/// Calls f(x, exp(x), bin) of every block with a token at x >= floor_; where x is below it, exp(x) is 0 and
+/// bin -1. No branch a token: there is nothing to predict.
 template <class T, class F>
-NV_INLINE void for_candidates(Row& row, int64_t begin, int64_t end, F const& f) {
+NV_INLINE void for_candidates(const Row& row, int64_t begin, int64_t end, F const& f) {
   for (int64_t b = begin; b < end; ++b) {
     if (row.x_of(row.maxima[b]) < row.floor_) continue;
     Vec x[kVecs];
     float xs[kBlock], es[kBlock];
+    int32_t bins[kBlock];
     load_x<T>(x, row, b);
     for (int i = 0; i < kVecs; ++i) {
+      const auto in = x[i] >= row.floor_;
+      const Vec bin = -max(x[i], Vec{} + row.floor_) * row.to_bin;
       store_vec(xs + i * kVec, x[i]);
-      store_vec(es + i * kVec, exp(x[i]));
+      store_vec(es + i * kVec, in ? exp(x[i]) : Vec{});
+      const VecI32 whole = in ? __builtin_convertvector(bin, VecI32) : VecI32{} - 1;
+      std::memcpy(bins + i * kVec, &whole, sizeof whole);
     }
-    for (int i = 0; i < kBlock; ++i)
-      if (xs[i] >= row.floor_) f(xs[i], es[i], std::min(kBins - 1, static_cast<int>(-xs[i] * row.to_bin)));
+    f(xs, es, bins);
   }
+}
+
+/// Appends the x of the tokens of bin row.bin, or of all bins.
+template <class T>
+NV_INLINE void collect(Row& row, int64_t begin, int64_t end) {
+  int64_t count = 0;
+  for_candidates<T>(row, begin, end, [&](const float* xs, const float*, const int32_t* bins) {
+    if (count + kBlock > std::ssize(row.candidates)) row.candidates.resize(2 * count + kBlock);
+    for (int i = 0; i < kBlock; ++i) {
+      row.candidates[count] = xs[i];
+      count += row.bin == kAllBins ? bins[i] >= 0 : bins[i] == row.bin;
+    }
+  });
+  row.candidates.resize(count);
+}
+
+/// bin_mass[bin + 1] is the sum of exp(x) over the bin; bin_mass[0] takes the zeros from below the floor.
+template <class T>
+NV_INLINE void fill_bins(Row& row, int64_t begin, int64_t end) {
+  for_candidates<T>(row, begin, end, [&](const float*, const float* es, const int32_t* bins) {
+    for (int i = 0; i < kBlock; ++i) row.bin_mass[bins[i] + 1] += es[i];
+  });
 }
 
 struct VecMulHi {
@@ -176,11 +205,9 @@ NV_INLINE void run(Pass pass, Row& row, int64_t begin, int64_t end) {
     case Pass::kMass:
       return sum_mass<T>(row, begin, end);
     case Pass::kHistogram:
-      return for_candidates<T>(row, begin, end, [&](float, float e, int bin) { row.bin_mass[bin] += e; });
+      return fill_bins<T>(row, begin, end);
     case Pass::kCandidates:
-      return for_candidates<T>(row, begin, end, [&](float x, float, int bin) {
-        if (row.bin == -1 || row.bin == bin) row.candidates.push_back(x);
-      });
+      return collect<T>(row, begin, end);
     case Pass::kPick:
       return pick<T>(row, begin, end);
   }
@@ -201,8 +228,8 @@ void run_parallel(Runner run, Pass pass, Row& row) {
 
 /// Raises the cut to the k-th greatest x, if it leaves as many tokens.
 void cut_top_k(Runner run, Row& row, int64_t k) {
-  row.floor_ = row.cut;
-  row.bin = -1;
+  row.floor_ = std::max(row.cut, std::numeric_limits<float>::lowest());
+  row.bin = kAllBins;
   row.to_bin = 0;
   if (k <= row.num_blocks) {  // k blocks have their greatest logit here or above: so have k tokens
     std::vector<float> maxima = row.maxima;
@@ -227,11 +254,11 @@ void cut_top_p(Runner run, Row& row, float top_p) {
   const double floor = std::log((1.0 - top_p) * total / static_cast<double>(row.vocab));
   row.floor_ = std::max({row.cut, static_cast<float>(floor), -80.0f});
   row.to_bin = row.floor_ < 0 ? kBins / -row.floor_ : 0.0f;
-  row.bin_mass.assign(kBins, 0.0);
+  row.bin_mass.assign(kBins + 2, 0.0);
   run(Pass::kHistogram, row, 0, row.num_blocks);
   double above = 0;
   row.bin = 0;
-  while (row.bin < kBins - 1 && above + row.bin_mass[row.bin] < target) above += row.bin_mass[row.bin++];
+  while (row.bin < kBins && above + row.bin_mass[row.bin + 1] < target) above += row.bin_mass[++row.bin];
   row.candidates.clear();
   run(Pass::kCandidates, row, 0, row.num_blocks);
   std::sort(row.candidates.begin(), row.candidates.end(), std::greater<>());

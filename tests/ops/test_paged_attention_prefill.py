@@ -138,7 +138,7 @@ def test_errors() -> None:
         ),
         ({5: lens - 18}, "context_lens: expected at least 3 (queries of the sequence) at [0], got 2"),
         ({4: cu + 1}, "cu_seqlens_q: expected 0 at [0], got 1"),
-        ({4: cu[[0, 2, 1]], 7: 43}, "cu_seqlens_q: expected 43 to 43 (num_tokens) at [2], got 3"),
+        ({4: torch.tensor([0, 10, 3]).int()}, "cu_seqlens_q: expected 10 to 43 (num_tokens) at [2], got 3"),
         ({4: cu[:2]}, "cu_seqlens_q: expected size 3 in dimension 0, got 2"),
         ({7: 39}, "max_seqlen_q: expected at least 40 (queries of sequence 1), got 39"),
         ({8: torch.ones(1)}, "k_scale: expected None on CPU, which has no fp8 cache, got a tensor"),

@@ -102,7 +102,7 @@ extensions = [extension(CppExtension, "nanovllm._C", sources)]
 if CUDA_HOME:
     kernels = glob("csrc/kernels/*.cu")
     # An op registers for CUDA when its kernel exists; torch says NotImplementedError for the others.
-    ops = [f"csrc/ops/{Path(k).stem}.cpp" for k in kernels]
+    ops = sorted({f"csrc/ops/{Path(k).stem}.cpp" for k in kernels} & set(glob("csrc/ops/*.cpp")))
     archs = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ")
     cuda = [("NV_CUDA", "1"), ("USE_CUDA", "1"), ("NV_CUDA_ARCHS", f'"{archs}"')]
     extensions.append(extension(CUDAExtension, "nanovllm._C_cuda", ["csrc/module.cpp", *ops, *kernels], cuda))

@@ -18,7 +18,7 @@ CUDA_ARCHS := 8.0 8.6 8.9 9.0a 10.0 12.0
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built $(MODEL)
-	@$(VENV)/bin/nanovllm chat $(MODEL) --once "What is the capital of France?"
+	@$(VENV)/bin/nanovllm chat $(MODEL) --once "What is the capital of France?" --temperature 0
 
 test: $(VENV)/.built $(VENV)/.test $(MODEL)
 	$(PY) -m pytest -q

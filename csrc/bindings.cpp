@@ -48,4 +48,6 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
       "Tensor seeds, Tensor positions) -> ()");
   // out = x @ weight.T + bias for a few rows, bound by reading the weight once.
   m.def("skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()");
+  // The same with the weight as the rows of a GGUF file: Q4_0, Q4_1 or Q8_0 blocks of bytes.
+  m.def("skinny_linear_gguf(Tensor(a!) out, Tensor x, Tensor weight, int quant_type, Tensor? bias) -> ()");
 }

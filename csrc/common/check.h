@@ -47,6 +47,8 @@ inline const char* name(ScalarType t) {
       return "int32";
     case ScalarType::Long:
       return "int64";
+    case ScalarType::Byte:
+      return "uint8";
     case ScalarType::Bool:
       return "bool";
     case ScalarType::Float8_e4m3fn:

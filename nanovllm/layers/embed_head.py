@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.linear import linear
-from nanovllm.layers.parameter import make_parameter
+from nanovllm.layers.parameter import PackedWeight, make_parameter
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -18,14 +18,17 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """Hidden states [rows, hidden] -> logits [rows, vocab_size], by the weight of `tied_to` or one of its
-    own."""
+    """Hidden states [rows, hidden] -> logits [rows, vocab_size], by the weight of `tied_to` or one of its own.
+
+    The loader may set `packed`, the quantised form of weight: a decode step then reads that.
+    """
 
     def __init__(
         self, vocab_size: int, hidden_size: int, dtype: torch.dtype, tied_to: VocabParallelEmbedding | None
     ) -> None:
         super().__init__()
         self.weight = make_parameter((vocab_size, hidden_size), dtype) if tied_to is None else tied_to.weight
+        self.packed: PackedWeight | None = None
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return linear(hidden_states, self.weight)
+        return linear(hidden_states, self.weight, packed=self.packed)

@@ -3,38 +3,47 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm import ops
-from nanovllm.layers.parameter import Shard, make_parameter
+from nanovllm.layers.parameter import PackedWeight, Shard, make_parameter
 from nanovllm.ops.skinny_linear import MAX_ROWS
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, by the operator that reads the weight once when a CPU decode has few rows.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: PackedWeight | None = None) -> Tensor:
+    """x @ weight.T + bias; when a CPU decode has few rows, by the operator that reads the weight once, and of that the
+    packed form where there is one.
 
     Args:
         x: [num_tokens, in] in the dtype of weight.
         weight: [out, in].
         bias: [out] or None.
+        packed: the quantised form of weight, or None.
     Returns:
         [num_tokens, out].
     """
     if x.is_cpu and x.shape[0] <= MAX_ROWS:
         out = x.new_empty(x.shape[0], weight.shape[0])
-        ops.skinny_linear(out, x, weight, bias)
+        if packed is None:
+            ops.skinny_linear(out, x, weight, bias)
+        else:
+            ops.skinny_linear_gguf(out, x, packed.blocks, packed.quant_type, bias)
         return out
     return F.linear(x, weight, bias)
 
 
 class LinearBase(nn.Module):
-    """y = x @ weight.T + bias; weight [out, in], of one or several checkpoint tensors stacked along out."""
+    """y = x @ weight.T + bias; weight [out, in], of one or several checkpoint tensors stacked along out.
+
+    The loader may set `packed`, the quantised form of weight: a decode step then reads that.
+    """
 
     def __init__(self, input_size: int, shards: dict[Shard, int], bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
         output_size = sum(shards.values())
         self.weight = make_parameter((output_size, input_size), dtype, shards)
         self.bias = make_parameter((output_size,), dtype, shards) if bias else None
+        self.packed: PackedWeight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.packed)
 
 
 class QKVParallelLinear(LinearBase):

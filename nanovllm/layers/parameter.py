@@ -1,9 +1,19 @@
 """Parameters that know which checkpoint tensors fill them."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
 Shard = str | int | None  # which part of a fused parameter; None: all of a plain one
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """The quantised blocks that a dense weight [out, in] was made from, for ops.skinny_linear_gguf."""
+
+    blocks: Tensor  # [out, bytes of a row] uint8
+    quant_type: int
 
 
 def make_parameter(shape: tuple[int, ...], dtype: torch.dtype, shards: dict[Shard, int] | None = None) -> nn.Parameter:

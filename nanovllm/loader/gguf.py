@@ -14,6 +14,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 from transformers import AutoConfig
 
+from nanovllm.layers.parameter import PackedWeight
 from nanovllm.loader.gguf_file import GgufFile, GgufTensor
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -27,6 +28,7 @@ _QUANTS = (
     GGMLQuantizationType.Q4_K,
     GGMLQuantizationType.Q6_K,
 )
+_PACKED_QUANTS = (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)
 _PLAIN_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROPE_FREQS = "rope_freqs.weight"  # Llama 3's scaling, as a divisor of each frequency
 _MODULES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -81,6 +83,18 @@ class GgufCheckpoint:
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights():
             yield _hf_name(name), self._dequantized(name, tensor, dtype)
+
+    def packed(self, names: list[str]) -> PackedWeight | None:
+        """The blocks of some matrices, stacked along their rows, as they are in the file; None unless all are of one
+        type that ops.skinny_linear_gguf reads."""
+        by_name = {_hf_name(name): (name, tensor) for name, tensor in self._weights()}
+        parts = [by_name[name] for name in names]
+        quants = {tensor.quant for _, tensor in parts}
+        if len(quants) > 1 or not quants <= set(_PACKED_QUANTS):
+            return None
+        raw = (np.fromfile(self.file.path, np.uint8, t.num_bytes, offset=t.offset).reshape(t.shape[0], -1) for _, t in parts)
+        blocks = [self._unpermuted(name, torch.from_numpy(rows)) for (name, _), rows in zip(parts, raw)]
+        return PackedWeight(torch.cat(blocks), int(quants.pop()))
 
     def _weights(self) -> Iterator[tuple[str, GgufTensor]]:
         return ((name, tensor) for name, tensor in self.file.tensors.items() if name != _ROPE_FREQS)

@@ -84,7 +84,8 @@ class _Target:
 def load_weights(model: nn.Module, source: ModelSource) -> None:
     """Fill every parameter of `model` from its checkpoint, converted to the parameter's dtype and device.
 
-    Peak memory grows by the model and about one tensor. Shapes are compared before the first tensor is read.
+    On CPU, layers whose GGUF tensors are quantised get their blocks too, beside the dense weight (layer.packed). Peak
+    memory grows by the model and about one tensor. Shapes are compared before the first tensor is read.
 
     Raises:
         ValueError: tensors that are missing, unexpected or misshapen (first names and counts, all in one
@@ -98,6 +99,15 @@ def load_weights(model: nn.Module, source: ModelSource) -> None:
         if name in targets:
             target = targets[name]
             target.param.weight_loader(target.param, tensor, target.shard)
+    if isinstance(checkpoint, GgufCheckpoint):
+        _pack(model, checkpoint, targets)
+
+
+def _pack(model: nn.Module, checkpoint: GgufCheckpoint, targets: dict[str, _Target]) -> None:
+    """Gives each linear layer on the CPU the blocks of its weight; a tied head has those of the embedding."""
+    for layer in model.modules():
+        if hasattr(layer, "packed") and layer.weight.is_cpu:
+            layer.packed = checkpoint.packed([name for name, t in targets.items() if t.param is layer.weight])
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:

@@ -11,6 +11,7 @@ from nanovllm.ops.rotary_embedding import rotary_embedding
 from nanovllm.ops.sample import sample
 from nanovllm.ops.silu_and_mul import silu_and_mul
 from nanovllm.ops.skinny_linear import skinny_linear
+from nanovllm.ops.skinny_linear_gguf import skinny_linear_gguf
 from nanovllm.ops.slot_mapping import slot_mapping
 from nanovllm.ops.store_kv_cache import store_kv_cache
 
@@ -29,6 +30,7 @@ __all__ = [
     "sample",
     "silu_and_mul",
     "skinny_linear",
+    "skinny_linear_gguf",
     "slot_mapping",
     "store_kv_cache",
     "without_cuda_kernel",

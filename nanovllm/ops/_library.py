@@ -12,6 +12,9 @@ HAS_CUDA = torch.version.cuda is not None and importlib.util.find_spec("nanovllm
 if HAS_CUDA:
     importlib.import_module("nanovllm._C_cuda")
 
+CPU_ONLY = {"skinny_linear_gguf"}
+"""Operators that the engine needs on the CPU only: there, weights stay quantised beside the dense ones for decode."""
+
 
 def operator_names() -> list[str]:
     """Every operator that has a schema."""
@@ -20,6 +23,7 @@ def operator_names() -> list[str]:
 
 
 def without_cuda_kernel() -> list[str]:
-    """Operators without a CUDA implementation in this build."""
+    """Operators that a GPU needs and that have no CUDA implementation in this build."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [name for name in operator_names() if not has_kernel(f"nanovllm::{name}", "CUDA")]
+    needed = (name for name in operator_names() if name not in CPU_ONLY)
+    return [name for name in needed if not has_kernel(f"nanovllm::{name}", "CUDA")]

@@ -79,6 +79,14 @@ def skinny_linear(device: str) -> Args:
     return x.new_zeros(3, 32), x, weight, bias
 
 
+def skinny_linear_gguf(device: str) -> Args:
+    """Two Q8_0 blocks a row, of scale 1."""
+    out, x, _, bias = skinny_linear(device)
+    blocks = torch.randint(0, 256, (32, 64 // 32, 34), dtype=torch.uint8)
+    blocks[..., :2] = torch.tensor([0, 60])  # 1.0 in fp16
+    return out, x, blocks.view(32, -1), 8, bias
+
+
 def decode_plan(device: str) -> Args:
     plan = torch.full((nanovllm.ops.decode_plan_numel(2, device),), -7, device=device, dtype=torch.int32)
     return plan, torch.tensor([300, 2], device=device, dtype=torch.int32), 2, 16
@@ -126,6 +134,7 @@ SAMPLES: dict[str, Callable[[str], Args]] = {
     "sample": sample_tokens,
     "silu_and_mul": silu_and_mul,
     "skinny_linear": skinny_linear,
+    "skinny_linear_gguf": skinny_linear_gguf,
     "slot_mapping": slot_mapping,
     "store_kv_cache": store_kv_cache,
 }

@@ -6,8 +6,10 @@ from functools import cache
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from nanovllm import LLM, SamplingParams
+from tests.loader.gguf_files import write_model
 from tests.tiny import save_tiny, tiny_model
 
 NUM_PROMPTS, VOCAB, MAX_TOKENS = 64, 199, 20
@@ -175,6 +177,21 @@ def test_seeds_and_completions_differ(qwen3):
         assert tokens[0] == runs[0].token_ids and len({tuple(t) for t in tokens}) == 3
         unseeded = llm.generate([PROMPTS[5]] * 2, SamplingParams(**base), use_tqdm=False)
         assert unseeded[0].token_ids != unseeded[1].token_ids
+
+
+@pytest.mark.parametrize("quant", ["Q4_0", "Q4_1", "Q8_0"])
+def test_packed_weights_give_the_tokens_of_the_dense_ones(tmp_path, quant):
+    model = tiny_model("LlamaForCausalLM", tie_word_embeddings=True)
+    path = write_model(tmp_path / "x.gguf", model, GGMLQuantizationType[quant])
+    with make_llm(path, enable_prefix_caching=False) as llm:
+        packed = llm.generate(PROMPTS[:8], PARAMS, use_tqdm=False)
+        layers = [m for m in llm.engine.runner.model.modules() if getattr(m, "packed", None)]
+        assert len(layers) == 4 * model.config.num_hidden_layers + 1
+        for layer in layers:
+            layer.packed = None
+        dense = llm.generate(PROMPTS[:8], PARAMS, use_tqdm=False)
+    assert [o.token_ids for o in packed] == [o.token_ids for o in dense]
+    assert len({tuple(o.token_ids) for o in dense}) > 4
 
 
 def test_logprobs_equal_transformers(qwen3):

@@ -48,9 +48,11 @@ def write_model(
     quant: GGMLQuantizationType = GGMLQuantizationType.F32,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    quants: dict[str, GGMLQuantizationType] | None = None,
 ) -> Path:
     """Write a transformers model: matrices in `quant`, vectors in F32. `metadata` maps further keys, without the
-    architecture before them, to numbers or strings; `extra` adds F32 tensors."""
+    architecture before them, to numbers or strings; `extra` adds F32 tensors; `quants` maps modules as MODULES names them
+    ("attn_v") to another type than `quant`."""
     config = model.config
     architecture = config.model_type
     writer = GGUFWriter(path, architecture)
@@ -81,7 +83,9 @@ def write_model(
         for module, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             if architecture == "llama" and f".{module}." in name:
                 array = permuted(array, heads)
-        add_tensor(writer, gguf_name(name), array, quant if array.ndim == 2 else GGMLQuantizationType.F32)
+        name = gguf_name(name)
+        matrix_quant = (quants or {}).get(name.split(".")[-2], quant)
+        add_tensor(writer, name, array, matrix_quant if array.ndim == 2 else GGMLQuantizationType.F32)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)
     finish(writer)

@@ -31,13 +31,14 @@ config = ModelConfig.from_hf(load_hf_config(source))
 model = model_class(config.architecture)(config)
 load_weights(model, source)
 sizes = [param.numel() * param.element_size() for param in model.parameters()]
-print(status("VmHWM") - before, sum(sizes), max(sizes))
+packed = (getattr(module, "packed", None) for module in model.modules())
+print(status("VmHWM") - before, sum(sizes) + sum(p.blocks.numel() for p in packed if p), max(sizes))
 """
 
 
 class LoadMemory(NamedTuple):
     growth: int  # bytes, of the peak resident set
-    model: int  # bytes of all parameters
+    model: int  # bytes of all parameters, and of their packed forms
     largest: int  # bytes of the largest parameter
 
 

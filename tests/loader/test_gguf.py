@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import quantize
+from gguf.quants import dequantize, quantize
 
 import nanovllm.loader.gguf as loader
 from nanovllm.layers.rotary import cos_sin_table
@@ -106,6 +106,29 @@ def test_quantised_model_leaves_the_dtype_open(tmp_path):
     assert load_hf_config(resolve(path)).dtype is None
     loaded = load(path, dtype=torch.float32).model.layers[0].self_attn.o_proj.weight
     torch.testing.assert_close(loaded, model.model.layers[0].self_attn.o_proj.weight, atol=0.01, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("quant", loader._PACKED_QUANTS, ids=lambda quant: quant.name)
+def test_packed_weights_are_the_dense_ones(tmp_path, quant, tied):
+    """Shards stacked, llama's rows in their order, and the head's blocks wherever they are."""
+    path = write_model(tmp_path / "x.gguf", tiny_model("LlamaForCausalLM", tie_word_embeddings=tied), quant)
+    model = load(path, dtype=torch.float32)
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "packed")}
+    assert len(layers) == 4 * model.config.num_layers + 1
+    for name, layer in layers.items():
+        assert layer.packed.quant_type == quant, name
+        values = torch.from_numpy(dequantize(layer.packed.blocks.numpy(), quant))
+        assert torch.equal(values, layer.weight), name
+
+
+def test_layers_of_mixed_or_plain_types_stay_dense(tmp_path):
+    quants = {"attn_v": GGMLQuantizationType.Q8_0, "ffn_down": GGMLQuantizationType.F16}
+    path = write_model(tmp_path / "x.gguf", tiny_model("LlamaForCausalLM"), GGMLQuantizationType.Q4_1, quants=quants)
+    layer = load(path, dtype=torch.float32).model.layers[0]
+    assert layer.self_attn.qkv_proj.packed is None
+    assert layer.mlp.down_proj.packed is None
+    assert layer.self_attn.o_proj.packed is not None
 
 
 def test_missing_tensor_is_named(tmp_path):

@@ -12,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -122,6 +124,16 @@ def skinny_linear(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
     return lambda: ops.skinny_linear(out, x, weight), lambda: F.linear(x, weight)
 
 
+def skinny_linear_gguf(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
+    """The gate and up projection in Q4_1 against F.linear on the dense weight."""
+    quant = GGMLQuantizationType.Q4_1
+    x = torch.randn(min(num_tokens, 16), HIDDEN).to(dtype)
+    blocks = quantize(torch.randn(2 * INTERMEDIATE, HIDDEN).numpy(), quant)
+    dense, packed = torch.from_numpy(dequantize(blocks, quant)).to(dtype), torch.from_numpy(blocks)
+    out = x.new_empty(len(x), len(dense))
+    return lambda: ops.skinny_linear_gguf(out, x, packed, quant), lambda: F.linear(x, dense)
+
+
 def paged_attention_decode(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
     """As many sequences as tokens, at most 64, contexts of 512; eager has its keys and values dense."""
     batch, length, scale = min(num_tokens, 64), 512, HEAD_DIM**-0.5
@@ -176,7 +188,7 @@ def sample(num_tokens: int, dtype: torch.dtype) -> tuple[Call, Call]:
 
 CASES = {f.__name__: f for f in (
     rms_norm, add_rms_norm, silu_and_mul, rotary_embedding, store_kv_cache, qk_norm_rope_store,
-    skinny_linear, paged_attention_decode, paged_attention_prefill, sample,
+    skinny_linear, skinny_linear_gguf, paged_attention_decode, paged_attention_prefill, sample,
 )}  # fmt: skip
 
 

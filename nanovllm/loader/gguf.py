@@ -92,11 +92,10 @@ class GgufCheckpoint:
         quants = {tensor.quant for _, tensor in parts}
         if len(quants) > 1 or not quants <= set(_PACKED_QUANTS):
             return None
-        raw = (
-            np.fromfile(self.file.path, np.uint8, t.num_bytes, offset=t.offset).reshape(t.shape[0], -1)
-            for _, t in parts
-        )
-        blocks = [self._unpermuted(name, torch.from_numpy(rows)) for (name, _), rows in zip(parts, raw)]
+        blocks = []
+        for name, tensor in parts:
+            raw = np.fromfile(self.file.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
+            blocks.append(self._unpermuted(name, torch.from_numpy(raw).view(tensor.shape[0], -1)))
         return PackedWeight(torch.cat(blocks), int(quants.pop()))
 
     def _weights(self) -> Iterator[tuple[str, GgufTensor]]:

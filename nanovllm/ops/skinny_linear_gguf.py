@@ -7,8 +7,8 @@ _op = torch.ops.nanovllm.skinny_linear_gguf.default
 def skinny_linear_gguf(out: Tensor, x: Tensor, weight: Tensor, quant_type: int, bias: Tensor | None = None) -> None:
     """out = x @ w.T + bias for up to 16 rows, w the fp32 values of the quantised blocks; fp32 inside, rounded once.
 
-    Bound by reading the blocks once: 5 bits a weight in Q4_1. In float32 the result has the bits of skinny_linear on the
-    dequantised weight, so a row's result does not depend on the other rows. CPU only.
+    In float32 the result has the bits of skinny_linear on the dequantised weight, so a row's result does not depend on
+    the other rows. CPU only.
 
     A weight row is in_features / 32 blocks side by side, without padding. Bytes of a block, fp16 little-endian:
 

@@ -51,8 +51,8 @@ def write_model(
     quants: dict[str, GGMLQuantizationType] | None = None,
 ) -> Path:
     """Write a transformers model: matrices in `quant`, vectors in F32. `metadata` maps further keys, without the
-    architecture before them, to numbers or strings; `extra` adds F32 tensors; `quants` maps modules as MODULES names them
-    ("attn_v") to another type than `quant`."""
+    architecture before them, to numbers or strings; `extra` adds F32 tensors; `quants` maps modules ("attn_v") to
+    another type than `quant`."""
     config = model.config
     architecture = config.model_type
     writer = GGUFWriter(path, architecture)

@@ -112,8 +112,8 @@ def test_quantised_model_leaves_the_dtype_open(tmp_path):
 @pytest.mark.parametrize("quant", loader._PACKED_QUANTS, ids=lambda quant: quant.name)
 def test_packed_weights_are_the_dense_ones(tmp_path, quant, tied):
     """Shards stacked, llama's rows in their order, and the head's blocks wherever they are."""
-    path = write_model(tmp_path / "x.gguf", tiny_model("LlamaForCausalLM", tie_word_embeddings=tied), quant)
-    model = load(path, dtype=torch.float32)
+    hf = tiny_model("LlamaForCausalLM", tie_word_embeddings=tied, intermediate_size=128)
+    model = load(write_model(tmp_path / "x.gguf", hf, quant), dtype=torch.float32)
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "packed")}
     assert len(layers) == 4 * model.config.num_layers + 1
     for name, layer in layers.items():
@@ -124,7 +124,8 @@ def test_packed_weights_are_the_dense_ones(tmp_path, quant, tied):
 
 def test_layers_of_mixed_or_plain_types_stay_dense(tmp_path):
     quants = {"attn_v": GGMLQuantizationType.Q8_0, "ffn_down": GGMLQuantizationType.F16}
-    path = write_model(tmp_path / "x.gguf", tiny_model("LlamaForCausalLM"), GGMLQuantizationType.Q4_1, quants=quants)
+    hf = tiny_model("LlamaForCausalLM", intermediate_size=128)
+    path = write_model(tmp_path / "x.gguf", hf, GGMLQuantizationType.Q4_1, quants=quants)
     layer = load(path, dtype=torch.float32).model.layers[0]
     assert layer.self_attn.qkv_proj.packed is None
     assert layer.mlp.down_proj.packed is None

@@ -18,7 +18,8 @@ const QuantType& check_quant_type(const char* op, int64_t id) {
   std::ostringstream allowed;
   for (const QuantType& type : kQuantTypes) {
     if (static_cast<int64_t>(type.quant) == id) return type;
-    allowed << (&type == kQuantTypes ? " " : ", ") << static_cast<int64_t>(type.quant) << " (" << type.name << ")";
+    allowed << (&type == kQuantTypes ? " " : ", ") << static_cast<int64_t>(type.quant) << " (" << type.name
+            << ")";
   }
   check(false, op, "quant_type", "expected one of", allowed.str(), ", got ", id);
   return kQuantTypes[0];  // not reached: a failed check throws

@@ -4,6 +4,8 @@
 
 namespace nanovllm {
 
+constexpr int64_t kMaxHeadDim = 512;  // of the CUDA kernels that rotate
+
 struct Rotary {
   const float* cos_sin;      // [max_pos, dim] cos half, then sin half; contiguous
   const int64_t* positions;  // [num_tokens], in [0, max_pos)

@@ -9,6 +9,7 @@
 // Trusted: cu_seqlens_q rises from 0 (the caller). Any values are safe for memory: tokens are bounded by
 // num_tokens here, sequences by num_seqs, and a position outside its table gets slot -1. block_size is a
 // power of two (ops/kv_cache.h).
+#include "common/launch.cuh"
 #include "kernels/slot_mapping.h"
 
 namespace nanovllm::kernels {
@@ -17,6 +18,8 @@ namespace {
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMappingParams p) {
+  launch_next_grid();
+  wait_for_previous_grid();
   const int64_t t = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (t >= p.num_tokens) return;
   int64_t position = 0, slot = -1;
@@ -41,8 +44,7 @@ __global__ void __launch_bounds__(kThreads) slot_mapping_kernel(const SlotMappin
 
 cudaError_t launch_slot_mapping(const SlotMappingParams& p, cudaStream_t stream) {
   const unsigned blocks = static_cast<unsigned>((p.num_tokens + kThreads - 1) / kThreads);
-  slot_mapping_kernel<<<blocks, kThreads, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch_pdl(slot_mapping_kernel, blocks, kThreads, 0, stream, p);
 }
 
 }  // namespace nanovllm::kernels

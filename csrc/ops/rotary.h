@@ -7,6 +7,10 @@ namespace nanovllm::ops {
 
 inline Rotary check_rotary(const char* op, const Tensor& cos_sin, const Tensor& positions, Dim& tokens,
                            const Dim& head_dim) {
+#ifdef NV_CUDA
+  check(head_dim.value <= kMaxHeadDim, op, head_dim.bound_by, "expected a head_dim of at most ", kMaxHeadDim,
+        " on CUDA, got ", head_dim.value);
+#endif
   Dim max_pos{"max_pos"}, dim{"rotary_dim"};
   check_shape(op, "cos_sin", cos_sin, {max_pos, dim});
   check_dtype(op, "cos_sin", cos_sin, ScalarType::Float);

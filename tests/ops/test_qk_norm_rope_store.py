@@ -37,6 +37,8 @@ CORNERS = [
     Case(5, 4, 2, 80, 80, q_norm=False),
     Case(7, 3, 3, 24, 10, block_size=4),
     Case(67, 6, 2, 96, 96),
+    Case(5, 40, 8, 256, 64),
+    Case(3, 3, 1, 120, 40),
 ]
 
 

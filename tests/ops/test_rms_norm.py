@@ -8,7 +8,7 @@ EPS = 1e-6
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 67])
-@pytest.mark.parametrize("hidden", [1, 8, 17, 576, 1009])
+@pytest.mark.parametrize("hidden", [1, 8, 17, 576, 1009, 4096, 4099, 20480])
 def test_accuracy(device: str, dtype: torch.dtype, num_tokens: int, hidden: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(num_tokens, hidden, device=device).to(dtype)

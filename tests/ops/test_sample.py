@@ -68,6 +68,26 @@ def test_tokens_of_the_reference(device: str, vocab: int, top_k: int, top_p: flo
                 assert int(got[b]) == int(score.argmax()), f"row {b}, {dtype}"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [151936, 151937, 500003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_gives_the_tokens_of_cpu(vocab: int, dtype: torch.dtype) -> None:
+    """Peaked, usual and flat rows; 500,003 tokens do not fit the shared memory of a cluster."""
+    torch.manual_seed(0)
+    rows = 30
+    logits = (torch.randn(rows, vocab) * torch.tensor([1e-3, 1.0, 3.0]).repeat(10)[:, None]).to(dtype)
+    params = {
+        "temperature": [1.0] * 6 + [0.0, 0.3, 1.7, 1e10, 0.6, 0.6] + [0.8] * 18,
+        "top_k": [-1] * 12 + [1, 20, 50, 4096, 4097, 100000] * 2 + [vocab - 1, 50, 20, 3, 50, 50],
+        "top_p": [1.0] * 3 + [0.9, 0.5, 0.01] + [1.0] * 12 + [0.95, 0.9, 0.3, 0.8, 0.0, 0.99] * 2,
+        "min_p": [0.0] * 24 + [0.0, 0.0, 0.0, 0.3, 0.05, 0.01],
+    }
+    seeds, positions = torch.arange(rows) * 7919 - 3, torch.arange(rows) * 1000003
+    want = sample(logits, seeds, positions, **params)
+    got = sample(logits.cuda(), seeds, positions, **params)
+    assert got.tolist() == want.tolist()
+
+
 def test_greedy_is_argmax_with_the_lowest_id_on_ties(device: str) -> None:
     """Known failure F1."""
     torch.manual_seed(0)

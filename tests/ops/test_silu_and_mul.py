@@ -6,7 +6,7 @@ from nanovllm import ops
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 67])
-@pytest.mark.parametrize("width", [1, 8, 17, 1009])
+@pytest.mark.parametrize("width", [1, 8, 17, 1009, 4104])
 def test_accuracy(device: str, dtype: torch.dtype, num_tokens: int, width: int) -> None:
     torch.manual_seed(0)
     gate_up = (3 * torch.randn(num_tokens, 2 * width, device=device)).to(dtype)

@@ -14,7 +14,7 @@ def make(rows: int, n: int, k: int, device: str, dtype: torch.dtype) -> tuple[Te
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16])
-@pytest.mark.parametrize("n, k", [(1, 1), (3, 8), (4, 17), (67, 576), (131, 1009)])
+@pytest.mark.parametrize("n, k", [(1, 1), (3, 8), (4, 17), (67, 576), (131, 1009), (4096, 1024), (2100, 40)])
 def test_accuracy(device: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
     out, x, weight, bias = make(rows, n, k, device, dtype)
     ops.skinny_linear(out, x, weight)

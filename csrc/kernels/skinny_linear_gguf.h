@@ -12,7 +12,6 @@ enum class GgufQuant : int64_t { kQ4_0 = 2, kQ4_1 = 3, kQ8_0 = 8 };  // the ids 
 struct SkinnyLinearGgufParams {
   SkinnyLinearParams linear;  // weight: blocks, weight_stride_row in bytes
   GgufQuant quant;
-  int64_t block_bytes;
 };
 
 namespace cpu {

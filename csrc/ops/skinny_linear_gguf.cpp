@@ -38,7 +38,7 @@ void skinny_linear_gguf(Tensor out, Tensor x, Tensor weight, int64_t quant_type,
       });
   check_dtype(kOp, "weight", weight, ScalarType::Byte);
   if (out.numel() == 0) return;
-  const SkinnyLinearGgufParams p{linear, type.quant, type.block_bytes};
+  const SkinnyLinearGgufParams p{linear, type.quant};
   NV_RUN(skinny_linear_gguf, p, x);
 }
 

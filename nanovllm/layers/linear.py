@@ -6,10 +6,19 @@ from nanovllm import ops
 from nanovllm.layers.parameter import PackedWeight, Shard, make_parameter
 from nanovllm.ops.skinny_linear import MAX_ROWS
 
+_MAX_ROWS_BF16_ON_CPU = 4  # beyond, torch's product with the processor's bf16 instructions is faster
+_MAX_OUT_ON_CUDA = 4096  # wider weights fill the GPU through cuBLAS
+
+
+def _is_skinny(x: Tensor, weight: Tensor) -> bool:
+    """Whether the operator that reads the weight once beats torch's matrix product, by benchmarks/bench_*skinny*."""
+    if x.is_cuda:
+        return x.shape[0] <= MAX_ROWS and weight.shape[0] <= _MAX_OUT_ON_CUDA
+    return x.shape[0] <= (_MAX_ROWS_BF16_ON_CPU if x.dtype == torch.bfloat16 else MAX_ROWS)
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: PackedWeight | None = None) -> Tensor:
-    """x @ weight.T + bias; when a CPU decode has few rows, by the operator that reads the weight once, and of that the
-    packed form where there is one.
+    """x @ weight.T + bias; for few rows by the operator that reads the weight once, on CPU its packed form if any.
 
     Args:
         x: [num_tokens, in] in the dtype of weight.
@@ -19,14 +28,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed
     Returns:
         [num_tokens, out].
     """
-    if x.is_cpu and x.shape[0] <= MAX_ROWS:
+    if packed is not None and x.shape[0] <= MAX_ROWS:
         out = x.new_empty(x.shape[0], weight.shape[0])
-        if packed is None:
-            ops.skinny_linear(out, x, weight, bias)
-        else:
-            ops.skinny_linear_gguf(out, x, packed.blocks, packed.quant_type, bias)
-        return out
-    return F.linear(x, weight, bias)
+        ops.skinny_linear_gguf(out, x, packed.blocks, packed.quant_type, bias)
+    elif _is_skinny(x, weight):
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        ops.skinny_linear(out, x, weight, bias)
+    else:
+        out = F.linear(x, weight, bias)
+    return out
 
 
 class LinearBase(nn.Module):

@@ -1,12 +1,14 @@
 """paged_attention_decode and decode_plan on CUDA.
 
     python benchmarks/bench_paged_attention_decode.py [--only goal skew groups float8 plan] [--block-sizes 16 256]
-        [--layouts seed head-major] [--json results.json]
+        [--layouts seed head-major] [--no-promise] [--after-store] [--fa2] [--json results.json]
 
 A line a case: shape | microseconds | TB/s of keys and values | % of the read bandwidth measured in this run | goal.
-A graph of calls over rotated caches, decode_plan made before and timed by itself. Layouts, inside one layer's cache:
-`seed` [2, num_blocks, block_size, num_kv_heads, head_dim], `head-major` [num_blocks, num_kv_heads, 2, block_size,
-head_dim]. With --fa2, torch's FlashAttention-2 on the same keys and values, contiguous.
+A graph of calls over rotated caches, decode_plan made before and timed by itself. The calls promise past_complete, as
+the engine's do: tables, keys and values are older than the plan here. With --no-promise they don't. With --after-store,
+qk_norm_rope_store of the newest tokens runs before each call, as in a layer, and is timed with it. Layouts, inside one
+layer's cache: `seed` [2, num_blocks, block_size, num_kv_heads, head_dim], `head-major` [num_blocks, num_kv_heads, 2,
+block_size, head_dim]. With --fa2, torch's FlashAttention-2 on the same keys and values, contiguous.
 """
 
 import argparse
@@ -84,7 +86,7 @@ class Pool:
         return k.transpose(1, 2), v.transpose(1, 2)
 
 
-def time_case(case: Case, block_size: int, layout: str, pool: Pool) -> float:
+def time_case(case: Case, block_size: int, layout: str, pool: Pool, past_complete: bool, after_store: bool) -> float:
     batch, sets = len(case.lens), num_input_sets(case.kv_bytes())
     used = [-(-n // block_size) for n in case.lens]
     k, v = pool.cache(case, sets * sum(used), block_size, layout)
@@ -93,16 +95,25 @@ def time_case(case: Case, block_size: int, layout: str, pool: Pool) -> float:
     ops.decode_plan(plan, lens, case.num_kv_heads, block_size)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
     workspace = torch.zeros(ops.decode_workspace_numel(batch, max(case.lens), *heads, "cuda"), device="cuda")
-    q = torch.randn(sets, batch, case.num_q_heads, case.head_dim, device="cuda").to(torch.bfloat16)
-    out = torch.empty_like(q)
+    qkv = torch.randn(sets, batch, case.num_q_heads + 2 * case.num_kv_heads, case.head_dim, device="cuda").bfloat16()
+    q = qkv[:, :, : case.num_q_heads]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
     ids = torch.randperm(sets * sum(used), device="cuda").int().split(used * sets)
     tables = torch.full((sets, batch, max(used)), 2**31 - 1, dtype=torch.int32, device="cuda")
     for i, row in enumerate(ids):
         tables[i // batch, i % batch, : len(row)] = row
     scale = case.head_dim**-0.5
+    last = lens.long() - 1
+    blocks = tables.gather(2, (last // block_size).expand(sets, batch).unsqueeze(2)).squeeze(2).long()
+    slots = blocks * block_size + last % block_size
+    cos_sin = torch.ones(max(case.lens), case.head_dim, device="cuda") * 0.5**0.5  # a turn by 45 degrees
 
     def call(i: int) -> None:
-        ops.paged_attention_decode(out[i], q[i], k, v, tables[i], lens, plan, workspace, None, None, scale)
+        if after_store:
+            rows = qkv[i].flatten(1)
+            ops.qk_norm_rope_store(rows, None, None, cos_sin, last, k, v, slots[i], None, None, *heads[:2], 1e-6)
+        args = (out[i], q[i], k, v, tables[i], lens, plan, workspace, None, None, scale)
+        ops.paged_attention_decode(*args, past_complete)
 
     us = time_calls([lambda i=i: call(i) for i in range(sets)])
     assert out.isfinite().all(), case.name
@@ -136,6 +147,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*GROUPS, "plan"], default=[*GROUPS, "plan"])
     parser.add_argument("--block-sizes", nargs="+", type=int, default=[16, 256])
     parser.add_argument("--layouts", nargs="+", choices=["seed", "head-major"], default=["seed", "head-major"])
+    parser.add_argument("--no-promise", action="store_true")
+    parser.add_argument("--after-store", action="store_true")
     parser.add_argument("--fa2", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
@@ -145,7 +158,7 @@ def main() -> None:
     for case in sorted(cases, key=Case.kv_bytes, reverse=True):  # the widest pool first
         for block_size in args.block_sizes:
             for layout in args.layouts:
-                us = time_case(case, block_size, layout, pool)
+                us = time_case(case, block_size, layout, pool, not args.no_promise, args.after_store)
                 rate = case.kv_bytes() / us / 1e6
                 row = {"case": case.name, "block_size": block_size, "layout": layout, "us": us, "tb_s": rate}
                 goal = "" if case.goal is None else f" | goal {case.goal:5.0f} {'ok' if us <= case.goal else 'NO'}"

@@ -34,7 +34,7 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
   m.def(
       "paged_attention_decode(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
       "Tensor context_lens, Tensor plan, Tensor(b!) workspace, Tensor? k_scale, Tensor? v_scale, float "
-      "scale) -> ()");
+      "scale, bool past_complete) -> ()");
   // Causal attention of packed queries, aligned to the end of each context; keys packed or paged.
   m.def(
       "paged_attention_prefill(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "

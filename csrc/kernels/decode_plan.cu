@@ -4,6 +4,9 @@
 // block's share, then a prefix sum over kThreads sequences at a time finds the sequence in which each share
 // begins. Reads 4 bytes a sequence twice, writes 16 a block of the decode grid: bound by launch and latency.
 //
+// Does not call launch_next_grid(): what runs after it starts when it has ended, and all before it, however
+// early the kernels in between let the next one start. paged_attention_decode's past_complete builds on that.
+//
 // Trusted: context_lens are not negative; their tiles, times num_kv_heads, fit int32 (the caller).
 #include "common/launch.cuh"
 #include "kernels/decode_plan.h"
@@ -77,6 +80,7 @@ __global__ void __launch_bounds__(kThreads) decode_plan_kernel(const DecodePlanP
     }
     base = round_end;
   }
+  __threadfence();  // a kernel that starts now may read the plan before its wait
 }
 
 }  // namespace

@@ -26,6 +26,7 @@ struct PagedAttentionDecodeParams {
   int64_t v_stride_block, v_stride_slot, v_stride_head;
   int64_t table_stride_row;
   float scale;
+  bool past_complete;  // CUDA: tables, and keys and values but each row's newest, are older than the plan
   DType dtype, cache_dtype;
 };
 

@@ -8,7 +8,7 @@ namespace nanovllm::ops {
 
 void paged_attention_decode(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables,
                             Tensor context_lens, Tensor plan, Tensor workspace, std::optional<Tensor> k_scale,
-                            std::optional<Tensor> v_scale, double scale) {
+                            std::optional<Tensor> v_scale, double scale, bool past_complete) {
   constexpr auto kOp = "paged_attention_decode";
   Dim batch{"batch"}, q_heads{"num_q_heads"}, kv_heads{"num_kv_heads"}, dim{"head_dim"};
   Dim blocks{"num_blocks"}, block{"block_size"}, max_blocks{"max_blocks"}, plan_numel{"plan_numel"},
@@ -87,6 +87,7 @@ void paged_attention_decode(Tensor out, Tensor q, Tensor k_cache, Tensor v_cache
       .v_stride_head = v_cache.stride(2),
       .table_stride_row = block_tables.stride(0),
       .scale = static_cast<float>(scale),
+      .past_complete = past_complete,
       .dtype = dtype,
       .cache_dtype = cache_dtype,
   };

@@ -85,6 +85,7 @@ class Attention(nn.Module):
             None,
             None,
             self.scale,
+            past_complete=True,  # since the step's plan, qk_norm_rope_store stored one token of each row
         )
 
     def _prefill(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:

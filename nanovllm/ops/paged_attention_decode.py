@@ -20,6 +20,7 @@ def paged_attention_decode(
     k_scale: Tensor | None,
     v_scale: Tensor | None,
     scale: float,
+    past_complete: bool = False,
 ) -> None:
     """out[b, h] = softmax(scale * q[b, h] . K[b]^T) @ V[b], K and V being the first context_lens[b] cached tokens.
 
@@ -45,12 +46,16 @@ def paged_attention_decode(
             on CUDA it is zeros before the first one (counters, which every call leaves at zero).
         k_scale, v_scale: [1] float32, an fp8 cache holds k / k_scale (refused on CPU); None: 1.
         scale: of the scores, usually head_dim ** -0.5.
+        past_complete: True promises that `block_tables`, and keys and values of all but the last token of each context,
+            were written before the `decode_plan` that made `plan` was called, on this stream. Only q and the last
+            tokens may be newer, and CUDA reads the others while the kernel before this call still runs (garbage, if
+            they are newer). False promises nothing. CPU ignores it.
     Raises:
         RuntimeError: a shape, dtype, stride or device does not fit, or (CPU) a block id within a context is not in
             the cache; the text names it.
     Source: Dao, Haziza, Massa, Sizov, Flash-Decoding for long-context inference (2023).
     """
-    _op(out, q, k_cache, v_cache, block_tables, context_lens, plan, workspace, k_scale, v_scale, scale)
+    _op(out, q, k_cache, v_cache, block_tables, context_lens, plan, workspace, k_scale, v_scale, scale, past_complete)
 
 
 def decode_workspace_numel(

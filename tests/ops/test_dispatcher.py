@@ -101,7 +101,7 @@ def paged_attention_decode(device: str) -> Args:
     nanovllm.ops.decode_plan(plan, context_lens, 2, 16)
     workspace = torch.zeros(nanovllm.ops.decode_workspace_numel(1, 512, 4, 2, 64, device), device=device)
     cache = paged_cache(device, 32, 16)
-    return torch.zeros_like(q), q, *cache, block_tables, context_lens, plan, workspace, None, None, 0.125
+    return torch.zeros_like(q), q, *cache, block_tables, context_lens, plan, workspace, None, None, 0.125, False
 
 
 def paged_attention_prefill(device: str) -> Args:

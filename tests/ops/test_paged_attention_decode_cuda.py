@@ -238,6 +238,33 @@ def test_graph_replay_after_changed_lengths() -> None:
         batch.check(args[0], list(range(9)))
 
 
+@pytest.mark.parametrize("lens", [[1024], [4096] * 8, [0, 1, 1999, 64, 65, 0, 700, 16, 17] * 30], ids=len)
+def test_past_complete(lens: list[int]) -> None:
+    """In one graph: the plan, the store of the newest tokens, attention that starts while they run."""
+    batch = make(lens)
+    args = batch.arguments()
+    out, context_lens, plan = args[0], args[5], args[6]
+    rows = context_lens.nonzero().squeeze(1)
+    last = context_lens[rows].long() - 1
+    blocks = batch.block_tables[rows, last // 16].long()
+    slots = blocks * 16 + last % 16
+    newest = [c[blocks, last % 16] for c in (batch.k, batch.v)]
+    want = run(batch)
+    batch.check(want, list(range(min(9, len(lens)))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.decode_plan(plan, context_lens, 8, 16)
+        ops.store_kv_cache(*newest, batch.k, batch.v, slots, None, None)
+        ops.paged_attention_decode(*args, past_complete=True)
+    for _ in range(20):
+        for cache in (batch.k, batch.v):
+            cache[blocks, last % 16] = NAN
+        plan.zero_()  # of an empty batch
+        out.fill_(NAN)
+        graph.replay()
+        reference.assert_same_bits(out, want)
+
+
 def test_layer_cache_of_more_than_two_to_the_31_elements() -> None:
     block_size, heads, dim = 256, 8, 128
     num_blocks = 2**31 // (block_size * heads * dim) + 3

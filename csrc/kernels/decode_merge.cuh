@@ -53,7 +53,7 @@ __device__ inline float* part(const Params& p, int64_t block, int which, int gro
 template <int kDim>
 __device__ int gather_parts(float* results, const Params& p, int first, int count, int group, int head,
                             int rows) {
-  constexpr int kRow = kDim + 4, kQuads = kDim / 4, kUnroll = 8;
+  constexpr int kRow = kDim + 4, kUnroll = 8;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int ways = max(1, kWarps / rows);
   for (int slot = warp; slot < rows * ways; slot += kWarps) {

@@ -223,7 +223,7 @@ def test_export(op: str, device: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_torchscript(op: str, device: str, tmp_path: Path) -> None:
     """torch.jit.script reads source, so the caller of the op is written to a file first."""
-    types = {"Tensor": "Tensor", "Optional[Tensor]": "Optional[Tensor]", "int": "int", "float": "float"}
+    types = {"Tensor": "Tensor", "Optional[Tensor]": "Optional[Tensor]", "int": "int", "float": "float", "bool": "bool"}
     arguments = overload(op)._schema.arguments
     typed = ", ".join(f"{a.name}: {types[str(a.type)]}" for a in arguments)
     names = ", ".join(a.name for a in arguments)

@@ -47,3 +47,35 @@ def make_paged(
         k, v = (c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k, v))
     lens = torch.tensor(context_lens, dtype=torch.int32, device=device)
     return Paged(k, v, block_tables.to(device), lens)
+
+
+def make_shared(
+    context_lens: list[int],
+    num_kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    head_major: bool = False,
+    most_elements: int = 2**28,
+) -> Paged:
+    """The same on CUDA for contexts of any length: past `most_elements`, full blocks stand in several tables."""
+    used = [-(-n // block_size) for n in context_lens]
+    full_blocks = sum(max(0, blocks - 1) for blocks in used)
+    shared = max(1, min(full_blocks, most_elements // (block_size * num_kv_heads * head_dim)))
+    num_blocks = shared + len(used) + 1  # full blocks, the last block of each sequence, one that nobody uses
+    names = torch.randperm(num_blocks, device="cuda").int()
+    tables = torch.full((len(used), max(used, default=0) + 2), ABSURD, dtype=torch.int32, device="cuda")
+    caches = torch.randn(2, num_blocks, block_size, num_kv_heads, head_dim, device="cuda")
+    caches[:, names[-1].long()] = float("nan")
+    begin = 0
+    for b, (n, blocks) in enumerate(zip(context_lens, used)):
+        if blocks == 0:
+            continue
+        tables[b, : blocks - 1] = names[torch.arange(begin, begin + blocks - 1, device="cuda") % shared]
+        begin += blocks - 1
+        tables[b, blocks - 1] = names[shared + b]
+        caches[:, names[shared + b].long(), n - (blocks - 1) * block_size :] = float("nan")
+    k, v = caches.to(dtype)
+    if head_major:
+        k, v = (c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k, v))
+    return Paged(k, v, tables, torch.tensor(context_lens, dtype=torch.int32, device="cuda"))

@@ -10,6 +10,8 @@
 // Trusted: block ids of the contexts' own blocks are in the cache, lengths fit each other (the caller;
 // checking would wait for the device); rows are 16-byte aligned, block_size a power of two
 // (ops/attention_checks.h).
+#include <cuda_fp8.h>
+
 #include <algorithm>
 
 #include "kernels/paged_attention_prefill.cuh"
@@ -70,20 +72,46 @@ __device__ bool find_work(Work& w, const Params& p, int64_t index) {
   return false;
 }
 
-/// Rows first .. of a shared tile; zeros from `valid` on, so that no probability of 0 meets a NaN.
-template <int kHeadDim, int kRows, class Address>
-__device__ void load_rows(uint32_t to, int valid, Address const& address) {
+/// The two e4m3 of x's lower half, as T.
+template <class T>
+__device__ uint32_t widen_e4m3(uint32_t x) {
+  const __half2 pair(
+      __half2_raw(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(x), __NV_E4M3)));
+  const float2 wide = __half22float2(pair);
+  return pack_pair<T>(wide.x, wide.y);
+}
+
+/// 16 rows of a shared tile by all threads, asynchronously; zeros from `valid` on, so that no probability of
+/// 0 meets a NaN. `rows`: the first one, `stride` elements from row to row.
+template <class T, int kHeadDim>
+__device__ void load_16_rows(uint32_t to, const T* rows, int64_t stride, int valid) {
   constexpr int kChunks = kHeadDim / 8, kPitch = Tile<kHeadDim>::kPitch;
-  static_assert(kRows * kChunks % kThreads == 0);
 #pragma unroll
-  for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks, d = (i % kChunks) * 8;
-    // A row that is not read still needs a legal address.
-    cp_async_16(to + (row * kPitch + d) * 2, address(min(row, valid - 1)) + d, row < valid);
+  for (int first = 0; first < 16 * kChunks; first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x), row = i / kChunks, d = i % kChunks * 8;
+    if (first + kThreads > 16 * kChunks && row >= 16) break;
+    cp_async_16(to + (row * kPitch + d) * 2, rows + row * stride + d, row < valid);
   }
 }
 
+/// The same from e4m3, through registers: not asynchronous.
 template <class T, int kHeadDim>
+__device__ void load_16_rows(uint32_t to, const __nv_fp8_e4m3* rows, int64_t stride, int valid) {
+  constexpr int kChunks = kHeadDim / 8, kPitch = Tile<kHeadDim>::kPitch;
+#pragma unroll
+  for (int first = 0; first < 16 * kChunks; first += kThreads) {
+    const int i = first + static_cast<int>(threadIdx.x), row = i / kChunks, d = i % kChunks * 8;
+    if (first + kThreads > 16 * kChunks && row >= 16) break;
+    uint2 packed = {};
+    if (row < valid) packed = *reinterpret_cast<const uint2*>(rows + row * stride + d);
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to + (row * kPitch + d) * 2),
+                 "r"(widen_e4m3<T>(packed.x)), "r"(widen_e4m3<T>(packed.x >> 16)),
+                 "r"(widen_e4m3<T>(packed.y)), "r"(widen_e4m3<T>(packed.y >> 16))
+                 : "memory");
+  }
+}
+
+template <class T, class Cache, int kHeadDim>
 __global__ void __launch_bounds__(kThreads)
     paged_attention_prefill_mma_kernel(const Params p, const int block_shift, const float scale_log2) {
   using Shape = Tile<kHeadDim>;
@@ -97,23 +125,30 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t k_tile = q_tile + Shape::kRows * kPitch * 2, v_tile = k_tile + kKeys * kPitch * 2;
   const int num_keys = w.position + w.rows;  // that the last row sees
   const int32_t* table = p.block_tables + w.seq * p.table_stride_row;
-  const T* k = static_cast<const T*>(p.k) + kv_head * p.k_stride_head;
-  const T* v = static_cast<const T*>(p.v) + kv_head * p.v_stride_head;
+  const Cache* k = static_cast<const Cache*>(p.k) + kv_head * p.k_stride_head;
+  const Cache* v = static_cast<const Cache*>(p.v) + kv_head * p.v_stride_head;
+  float score_scale = scale_log2;
+  if constexpr (!std::is_same_v<T, Cache>) score_scale *= p.k_scale == nullptr ? 1.0f : *p.k_scale;
 
-  auto load_keys = [&](uint32_t to, const T* data, int64_t stride_block, int64_t stride_slot, int first) {
-    load_rows<kHeadDim, kKeys>(to, min(kKeys, num_keys - first), [&](int row) {
-      const int key = first + row;
-      if (p.block_tables == nullptr) return data + (w.first_key_row + key) * stride_slot;
-      const int slot = key & ((1 << block_shift) - 1);
-      return data + table[key >> block_shift] * stride_block + slot * stride_slot;
-    });
+  auto load_keys = [&](uint32_t to, const Cache* data, int64_t stride_block, int64_t stride_slot, int first) {
+#pragma unroll
+    for (int row = 0; row < kKeys; row += 16) {  // 16 keys lie in one block
+      const int key = first + row, valid = num_keys - key;
+      const Cache* rows = data;
+      if (p.block_tables == nullptr)
+        rows += (w.first_key_row + key) * stride_slot;
+      else if (valid > 0)
+        rows += table[key >> block_shift] * stride_block + (key & ((1 << block_shift) - 1)) * stride_slot;
+      load_16_rows<T, kHeadDim>(to + row * kPitch * 2, rows, stride_slot, valid);
+    }
     cp_async_commit();
   };
 
   const int last = (num_keys - 1) / kKeys * kKeys;
-  load_rows<kHeadDim, Shape::kRows>(q_tile, w.rows, [&](int row) {
-    return static_cast<const T*>(p.q) + (w.first_row + row) * p.q_stride_row + head * p.q_stride_head;
-  });
+  const T* q = static_cast<const T*>(p.q) + w.first_row * p.q_stride_row + head * p.q_stride_head;
+  for (int row = 0; row < Shape::kRows; row += 16)
+    load_16_rows<T, kHeadDim>(q_tile + row * kPitch * 2, q + row * p.q_stride_row, p.q_stride_row,
+                              w.rows - row);
   load_keys(k_tile, k, p.k_stride_block, p.k_stride_slot, last);
 
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kParts;
@@ -158,7 +193,7 @@ __global__ void __launch_bounds__(kThreads)
       const int row = w.position + warp_row + 16 * m;
       if (first + kKeys - 1 > row) mask_scores(s[m], first + lane % 4 * 2, row + lane / 4);
       float shrink[2];
-      softmax[m].template add<true>(s[m], shrink, scale_log2);
+      softmax[m].template add<true>(s[m], shrink, score_scale);
       scale_rows(o[m], shrink);
       round_probs<T>(probs[m], s[m]);
     }
@@ -182,7 +217,8 @@ __global__ void __launch_bounds__(kThreads)
   for (int m = 0; m < kParts; ++m)
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float inverse = softmax[m].inverse_sum(i);
+      float inverse = softmax[m].inverse_sum(i);
+      if constexpr (!std::is_same_v<T, Cache>) inverse *= p.v_scale == nullptr ? 1.0f : *p.v_scale;
       const int row = warp_row + 16 * m + 8 * i + lane / 4;
       if (row >= w.rows) continue;
       T* out = static_cast<T*>(p.out) + (w.first_row + row) * p.out_stride_row + head * p.out_stride_head;
@@ -194,10 +230,10 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-template <class T, int kHeadDim>
+template <class T, class Cache, int kHeadDim>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
   using Shape = Tile<kHeadDim>;
-  const auto kernel = paged_attention_prefill_mma_kernel<T, kHeadDim>;
+  const auto kernel = paged_attention_prefill_mma_kernel<T, Cache, kHeadDim>;
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
   if (status != cudaSuccess) return status;
@@ -210,19 +246,19 @@ cudaError_t launch(const Params& p, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-template <class T>
+template <class T, class Cache>
 cudaError_t launch(const Params& p, cudaStream_t stream) {
   switch (p.head_dim) {
     case 64:
-      return launch<T, 64>(p, stream);
+      return launch<T, Cache, 64>(p, stream);
     case 80:
-      return launch<T, 80>(p, stream);
+      return launch<T, Cache, 80>(p, stream);
     case 96:
-      return launch<T, 96>(p, stream);
+      return launch<T, Cache, 96>(p, stream);
     case 128:
-      return launch<T, 128>(p, stream);
+      return launch<T, Cache, 128>(p, stream);
     case 256:
-      return launch<T, 256>(p, stream);
+      return launch<T, Cache, 256>(p, stream);
     default:
       return cudaErrorInvalidValue;  // ops/attention_checks.h refuses it by name
   }
@@ -231,7 +267,11 @@ cudaError_t launch(const Params& p, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_paged_attention_prefill_mma(const Params& p, cudaStream_t stream) {
-  return p.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(p, stream) : launch<__half>(p, stream);
+  const bool narrow = p.kv_dtype == DType::kFloat8E4M3;
+  if (p.dtype == DType::kBFloat16)
+    return narrow ? launch<__nv_bfloat16, __nv_fp8_e4m3>(p, stream)
+                  : launch<__nv_bfloat16, __nv_bfloat16>(p, stream);
+  return narrow ? launch<__half, __nv_fp8_e4m3>(p, stream) : launch<__half, __half>(p, stream);
 }
 
 }  // namespace nanovllm::kernels

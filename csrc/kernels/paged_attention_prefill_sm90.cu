@@ -18,6 +18,9 @@
 #include "common/ptx.cuh"
 #include "kernels/paged_attention_prefill.cuh"
 
+// Passes for other architectures leave the kernel's body out, and its parts without a use.
+#pragma nv_diag_suppress 177
+
 namespace nanovllm::kernels {
 namespace {
 
@@ -27,6 +30,7 @@ constexpr int kConsumers = 2;           // warpgroups
 constexpr int kRows = 64 * kConsumers;  // query tokens of a tile
 constexpr int kKeys = 128;              // of a tile
 constexpr int kStages = 2;              // of the rings of K and V
+constexpr int kQueryStages = 2;         // of the ring of Q
 constexpr int kWorkSlots = 2;           // of the ring of work
 constexpr int kThreads = 128 * (1 + kConsumers);
 constexpr int kRowBytes = 128;                            // of 64 columns: one swizzled row in shared memory
@@ -56,10 +60,10 @@ struct alignas(1024) Shared {
   static constexpr int kHalves = kHeadDim / 64;  // a tile is kHalves blocks of [rows][64 columns]
   uint8_t k[kStages][kKeys * kHeadDim * 2];
   uint8_t v[kStages][kKeys * kHeadDim * 2];
-  uint8_t q[kRows * kHeadDim * 2];
+  uint8_t q[kQueryStages][kRows * kHeadDim * 2];
   Work work[kWorkSlots];
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  uint64_t q_full, q_empty, work_full[kWorkSlots], work_empty[kWorkSlots];
+  uint64_t q_full[kQueryStages], q_empty[kQueryStages], work_full[kWorkSlots], work_empty[kWorkSlots];
 };
 
 // ---- work: tiles ordered by level, the longest first ----
@@ -169,12 +173,12 @@ __device__ void copy_tiles(const KernelParams& p, Shared<kHeadDim>& shared, bool
   const uint32_t tiles = shared_address(is_k ? shared.k : shared.v);
   const uint32_t full = shared_address(is_k ? shared.k_full : shared.v_full);
   const uint32_t empty = shared_address(is_k ? shared.k_empty : shared.v_empty);
-  const uint32_t q_tile = shared_address(shared.q), q_full = shared_address(&shared.q_full);
   // A lane copies 64 columns of one page.
   const int page = lane / kHalves, half = lane % kHalves, first_of_page = page * p.page_rows;
   RingPosition<kWorkSlots> at;
   RingPosition<kStages> stage;
-  for (uint32_t q_parity = 1;; q_parity ^= 1) {
+  RingPosition<kQueryStages> q_stage;
+  for (;;) {
     mbarrier_wait(shared_address(&shared.work_full[at.slot]), at.parity);
     const Work w = shared.work[at.slot];
     __syncwarp();
@@ -182,12 +186,15 @@ __device__ void copy_tiles(const KernelParams& p, Shared<kHeadDim>& shared, bool
     at.advance();
     if (w.head < 0) return;
     if (is_k) {
-      mbarrier_wait(shared_address(&shared.q_empty), q_parity);
+      const uint32_t q_full = shared_address(&shared.q_full[q_stage.slot]);
+      mbarrier_wait(shared_address(&shared.q_empty[q_stage.slot]), q_stage.parity ^ 1);
       if (lane == 0) {
         mbarrier_arrive_expect(q_full, kRows * kHeadDim * 2);
         for (int i = 0; i < kHalves; ++i)
-          tma_load_4d(q_tile + i * kRows * kRowBytes, &p.q, q_full, i * 64, w.first_row, w.head, 0);
+          tma_load_4d(shared_address(shared.q[q_stage.slot]) + i * kRows * kRowBytes, &p.q, q_full, i * 64,
+                      w.first_row, w.head, 0);
       }
+      q_stage.advance();
     }
     const int32_t* table = p.op.block_tables + w.seq * p.op.table_stride_row;
     const bool paged = p.op.block_tables != nullptr;
@@ -298,6 +305,8 @@ __device__ void store_output(const KernelParams& p, const Work& w, const float (
   }
 }
 
+/// What a warpgroup computes: a stream of key tiles that runs on from one item of work to the next, so that
+/// the last P . V of an item and the first Q . K^T of the next are one step like any other.
 template <class T, int kHeadDim>
 __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const int warpgroup) {
   constexpr int kTileBytes = kKeys * kHeadDim * 2;
@@ -307,77 +316,113 @@ __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const in
   const uint32_t k_full = shared_address(shared.k_full), k_empty = shared_address(shared.k_empty);
   const uint32_t v_full = shared_address(shared.v_full), v_empty = shared_address(shared.v_empty);
   const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % kConsumers;
+  RingPosition<kWorkSlots> at;
+  RingPosition<kStages> k_stage, v_stage;
+  RingPosition<kQueryStages> q_stage;
+  float s[kKeys / 2] = {}, o[kHeadDim / 2] = {}, shrink[2];
+  uint32_t probs[kKeys / 4];
+  OnlineSoftmax softmax;
+  Work w;
+  int tile;  // whose scores are computed, and whose keys first_column is in
+  int position;
+
   auto release = [&](uint32_t barrier) {
     if (lane == 0) mbarrier_arrive(barrier);
   };
-  RingPosition<kWorkSlots> at;
-  RingPosition<kStages> k_stage, v_stage;
-  if (warpgroup == kConsumers - 1) named_barrier_arrive(next_turn, 256);
-  for (uint32_t q_parity = 0;; q_parity ^= 1) {
+  auto take_work = [&] {
     mbarrier_wait(shared_address(&shared.work_full[at.slot]), at.parity);
-    const Work w = shared.work[at.slot];
+    const Work next = shared.work[at.slot];
     __syncwarp();
     release(shared_address(&shared.work_empty[at.slot]));
     at.advance();
-    if (w.head < 0) break;
-
-    const int first_position = w.position + 64 * warpgroup;  // of the warpgroup
-    const int position = first_position + 16 * warp + lane / 4;
-    float s[kKeys / 2] = {}, o[kHeadDim / 2] = {};
-    uint32_t probs[kKeys / 4];
-    float shrink[2];
-    OnlineSoftmax softmax;
-    int tile = w.num_tiles() - 1;
-
-    mbarrier_wait(shared_address(&shared.q_full), q_parity);
-    mbarrier_wait(k_full + k_stage.slot * 8, k_stage.parity);
-    start_scores<T, kHeadDim>(s, q_rows, k_tiles + k_stage.slot * kTileBytes);
-    wgmma_wait<0>();
+    return next;
+  };
+  auto begin = [&](const Work& next) {
+    w = next;
+    tile = w.num_tiles() - 1;
+    position = w.position + 64 * warpgroup + 16 * warp + lane / 4;
+    softmax = {};
+    mbarrier_wait(shared_address(&shared.q_full[q_stage.slot]), q_stage.parity);
+  };
+  auto scores = [&] {
+    start_scores<T, kHeadDim>(s, q_rows + q_stage.slot * kRows * kHeadDim * 2,
+                              k_tiles + k_stage.slot * kTileBytes);
+  };
+  auto output = [&] {
+    mbarrier_wait(v_full + v_stage.slot * 8, v_stage.parity);
+    start_output<T, kHeadDim>(o, probs, v_tiles + v_stage.slot * kTileBytes);
+  };
+  /// Scores of `tile` become probabilities.
+  auto weigh = [&](auto masked) {
     pin_registers(s);
     release(k_empty + k_stage.slot * 8);
     k_stage.advance();
-    mask_scores(s, tile * kKeys + lane % 4 * 2, position);
-    softmax.add<true>(s, shrink, p.scale_log2);
-    round_probs<T>(probs, s);
-    if (w.context < (tile + 1) * kKeys) {
-      mbarrier_wait(v_full + v_stage.slot * 8, v_stage.parity);
-      clear_rows<kHeadDim>(shared.v[v_stage.slot], w.context - tile * kKeys, warpgroup);
-    }
-
-    auto step = [&](auto masked) {
-      mbarrier_wait(k_full + k_stage.slot * 8, k_stage.parity);
-      named_barrier_sync(my_turn, 256);
-      start_scores<T, kHeadDim>(s, q_rows, k_tiles + k_stage.slot * kTileBytes);
-      mbarrier_wait(v_full + v_stage.slot * 8, v_stage.parity);
-      start_output<T, kHeadDim>(o, probs, v_tiles + v_stage.slot * kTileBytes);
-      named_barrier_arrive(next_turn, 256);
-      wgmma_wait<1>();
-      pin_registers(s);
-      release(k_empty + k_stage.slot * 8);
-      k_stage.advance();
-      if constexpr (masked) mask_scores(s, tile * kKeys + lane % 4 * 2, position);
-      softmax.add<masked>(s, shrink, p.scale_log2);
-      pin_registers(s);  // all of the softmax before the wait, under P . V
-      wgmma_wait<0>();
-      pin_registers(o);
-      pin_registers(probs);
-      release(v_empty + v_stage.slot * 8);
-      v_stage.advance();
-      scale_rows(o, shrink);
-      round_probs<T>(probs, s);
-    };
-    --tile;
-    for (; tile >= 0 && tile * kKeys + kKeys - 1 > first_position; --tile) step(std::true_type{});
-    for (; tile >= 0; --tile) step(std::false_type{});
-    release(shared_address(&shared.q_empty));
-
-    mbarrier_wait(v_full + v_stage.slot * 8, v_stage.parity);
-    start_output<T, kHeadDim>(o, probs, v_tiles + v_stage.slot * kTileBytes);
+    if constexpr (masked) mask_scores(s, tile * kKeys + lane % 4 * 2, position);
+    softmax.add<masked>(s, shrink, p.scale_log2);
+    pin_registers(s);  // all of the softmax before the wait, under P . V
+  };
+  auto finish_output = [&] {
     wgmma_wait<0>();
     pin_registers(o);
+    pin_registers(probs);
     release(v_empty + v_stage.slot * 8);
     v_stage.advance();
-    store_output<T, kHeadDim>(p, w, o, softmax, 64 * warpgroup + 16 * warp);
+  };
+  /// Scores of `tile`, and P . V of the one before.
+  auto start_step = [&] {
+    mbarrier_wait(k_full + k_stage.slot * 8, k_stage.parity);
+    named_barrier_sync(my_turn, 256);
+    scores();
+    output();
+    named_barrier_arrive(next_turn, 256);
+    wgmma_wait<1>();
+  };
+  auto step = [&](auto masked) {
+    start_step();
+    weigh(masked);
+    finish_output();
+    scale_rows(o, shrink);
+    round_probs<T>(probs, s);
+  };
+  /// The first tile of an item is in probs; its values past the context may be NaN.
+  auto clear_past_context = [&] {
+    if (w.context >= (tile + 1) * kKeys) return;
+    mbarrier_wait(v_full + v_stage.slot * 8, v_stage.parity);
+    clear_rows<kHeadDim>(shared.v[v_stage.slot], w.context - tile * kKeys, warpgroup);
+  };
+
+  const Work first = take_work();
+  if (first.head < 0) return;
+  if (warpgroup == kConsumers - 1) named_barrier_arrive(next_turn, 256);
+  begin(first);
+  mbarrier_wait(k_full + k_stage.slot * 8, k_stage.parity);
+  scores();
+  wgmma_wait<0>();
+  weigh(std::true_type{});
+  round_probs<T>(probs, s);
+  for (;;) {
+    clear_past_context();
+    const int first_position = w.position + 64 * warpgroup;  // of the warpgroup
+    for (--tile; tile >= 0 && tile * kKeys + kKeys - 1 > first_position; --tile) step(std::true_type{});
+    for (; tile >= 0; --tile) step(std::false_type{});
+    release(shared_address(&shared.q_empty[q_stage.slot]));
+    q_stage.advance();
+    const Work next = take_work();
+    const Work done = w;
+    const OnlineSoftmax total = softmax;
+    if (next.head < 0) {
+      output();
+      finish_output();
+      store_output<T, kHeadDim>(p, done, o, total, 64 * warpgroup + 16 * warp);
+      break;
+    }
+    begin(next);
+    start_step();
+    weigh(std::true_type{});
+    finish_output();
+    round_probs<T>(probs, s);
+    store_output<T, kHeadDim>(p, done, o, total, 64 * warpgroup + 16 * warp);
+    for (float& x : o) x = 0;
   }
   // The turn that nobody will take: leave no arrival pending.
   if (warpgroup == 0) named_barrier_sync(my_turn, 256);
@@ -399,8 +444,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       mbarrier_init(shared_address(&shared.k_empty[i]), kReaders);
       mbarrier_init(shared_address(&shared.v_empty[i]), kReaders);
     }
-    mbarrier_init(shared_address(&shared.q_full), 1);
-    mbarrier_init(shared_address(&shared.q_empty), kReaders);
+    for (int i = 0; i < kQueryStages; ++i) {
+      mbarrier_init(shared_address(&shared.q_full[i]), 1);
+      mbarrier_init(shared_address(&shared.q_empty[i]), kReaders);
+    }
     for (int i = 0; i < kWorkSlots; ++i) {
       mbarrier_init(shared_address(&shared.work_full[i]), 1);
       mbarrier_init(shared_address(&shared.work_empty[i]), kReaders + 2);
@@ -479,7 +526,8 @@ cudaError_t launch_paged_attention_prefill_sm90(const Params& p, cudaStream_t st
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (!kBuilt || major != 9 || (p.head_dim != 64 && p.head_dim != 128)) return cudaErrorNotSupported;
+  if (!kBuilt || major != 9 || (p.head_dim != 64 && p.head_dim != 128) || p.kv_dtype != p.dtype)
+    return cudaErrorNotSupported;
   const bool paged = p.block_tables != nullptr;
   KernelParams kernel{.op = p,
                       .block_shift = 30,

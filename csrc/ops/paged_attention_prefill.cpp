@@ -40,9 +40,10 @@ void paged_attention_prefill(Tensor out, Tensor q, Tensor k, Tensor v, Tensor cu
   }
   if (out.numel() == 0) return;
 #ifdef NV_CUDA
-  for (const auto& [arg, tensor] : {std::pair{"q", q}, {"k", k}, {"v", v}}) check_aligned(kOp, arg, tensor);
+  check_aligned(kOp, "q", q);
+  check_aligned(kOp, "k", k);
+  check_aligned(kOp, "v", v);
   if (paged) check_block_size(kOp, "k", block.value);
-  check(kv_dtype == dtype, kOp, "k", "expected dtype ", name(dtype), " (of q) on CUDA, got ", name(kv_dtype));
   check(scale > 0, kOp, "scale", "expected more than 0 on CUDA, got ", scale);
 #endif
   const int slot = paged ? 1 : 0;

@@ -29,20 +29,33 @@ struct PhiloxBlock {
   Word word[4];
 };
 
-struct MulHi {
-  NV_HOST_DEVICE uint32_t operator()(uint32_t a, uint32_t b) const {
-    return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);
+template <class Word>
+struct Product {
+  Word high, low;
+};
+
+struct Multiply {
+  NV_HOST_DEVICE Product<uint32_t> operator()(uint32_t a, uint32_t b) const {
+#ifdef __CUDA_ARCH__
+    Product<uint32_t> p;  // by one instruction: nvcc takes two for the same in C++
+    asm("{.reg .u64 w; mul.wide.u32 w, %2, %3; mov.b64 {%1, %0}, w;}"
+        : "=r"(p.high), "=r"(p.low)
+        : "r"(a), "r"(b));
+    return p;
+#else
+    return {static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32), a * b};
+#endif
   }
 };
 
-/// Philox4x32-10 of `counter`; `mul_hi(a, b)` is the high half of the 64-bit product of each word.
-template <class Word, class MulHiWord = MulHi>
+/// Philox4x32-10 of `counter`; `multiply(a, b)` gives the halves of the 64-bit product of each word.
+template <class Word, class MultiplyWord = Multiply>
 NV_HOST_DEVICE inline PhiloxBlock<Word> philox(PhiloxBlock<Word> counter, uint32_t key0, uint32_t key1,
-                                               MulHiWord mul_hi = {}) {
+                                               MultiplyWord multiply = {}) {
   for (int round = 0; round < 10; ++round) {
     const Word(&c)[4] = counter.word;
-    counter = {{mul_hi(c[2], 0xCD9E8D57u) ^ c[1] ^ key0, c[2] * 0xCD9E8D57u,
-                mul_hi(c[0], 0xD2511F53u) ^ c[3] ^ key1, c[0] * 0xD2511F53u}};
+    const auto p = multiply(c[2], 0xCD9E8D57u), q = multiply(c[0], 0xD2511F53u);
+    counter = {{p.high ^ c[1] ^ key0, p.low, q.high ^ c[3] ^ key1, q.low}};
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }

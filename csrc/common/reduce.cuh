@@ -8,7 +8,7 @@ namespace nanovllm::kernels {
 template <class T, class Op>
 __device__ T reduce_lanes(T x, Op const& op, int lanes = 32) {
   const uint32_t lane = threadIdx.x + blockDim.x * threadIdx.y;
-  const uint32_t group = lanes == 32 ? 0xffffffffu : ((1u << lanes) - 1) << (lane % 32 / lanes * lanes);
+  const uint32_t group = lanes == 32 ? 0xffffffffu : ((1u << lanes) - 1) << (lane % 32 & -lanes);
   for (int offset = lanes / 2; offset > 0; offset /= 2) x = op(x, __shfl_xor_sync(group, x, offset));
   return x;
 }

@@ -133,10 +133,11 @@ NV_INLINE void fill_bins(Row& row, int64_t begin, int64_t end) {
   });
 }
 
-struct VecMulHi {
-  NV_INLINE VecU32 operator()(VecU32 a, uint32_t b) const {
+struct MultiplyVec {
+  NV_INLINE auto operator()(VecU32 a, uint32_t b) const {
     typedef uint64_t VecU64 __attribute__((vector_size(kVec * 8), aligned(8)));
-    return __builtin_convertvector((__builtin_convertvector(a, VecU64) * b) >> 32, VecU32);
+    const VecU64 wide = __builtin_convertvector(a, VecU64) * b;
+    return Product{__builtin_convertvector(wide >> 32, VecU32), a * b};
   }
 };
 
@@ -158,7 +159,7 @@ NV_INLINE void noise(Vec (&g)[kVecs], const Row& row, int64_t block) {
   const auto low = static_cast<uint32_t>(row.position), high = static_cast<uint32_t>(row.position >> 32);
   const auto words =
       philox(PhiloxBlock{{counter, VecU32{} + low, VecU32{} + high, VecU32{}}},
-             static_cast<uint32_t>(row.seed), static_cast<uint32_t>(row.seed >> 32), VecMulHi{});
+             static_cast<uint32_t>(row.seed), static_cast<uint32_t>(row.seed >> 32), MultiplyVec{});
   Vec w[4];  // w[j][i] belongs to token 4 i + j
   for (int j = 0; j < 4; ++j) w[j] = gumbel(words.word[j]);
   const Vec a = NV_SHUFFLE(w[0], w[1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);

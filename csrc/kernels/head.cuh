@@ -33,20 +33,25 @@ struct Head {
   static constexpr int kNone = -1;
 
   Packed packs[kPairs][2];
-  int half, dim, head_dim, lane, lanes;
+  int first[kPairs][2];  // element of a pack, or kNone
+  bool rotates[kPairs];
+  int half, head_dim, lanes;
 
   __device__ Head(const Rotary& r, int64_t size, int lane, int lanes)
-      : half(r.dim / 2), dim(r.dim), head_dim(static_cast<int>(size)), lane(lane), lanes(lanes) {}
-
-  /// First element of one of the two packs of pair i of this lane, or kNone.
-  __device__ int at(int i, int side) const {
-    const int pair = lane + i * lanes, rotated = half / kPack;
-    if (pair < rotated) return pair * kPack + side * half;
-    const int rest = (head_dim - dim) / kPack;
-    const int pack = pair - rotated + side * ((rest + 1) / 2);
-    return pair - rotated < (rest + 1) / 2 && pack < rest ? dim + pack * kPack : kNone;
+      : half(static_cast<int>(r.dim / 2)), head_dim(static_cast<int>(size)), lanes(lanes) {
+    const int dim = static_cast<int>(r.dim), rotated = half / kPack, rest = (head_dim - dim) / kPack;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = lane + i * lanes;
+      rotates[i] = pair < rotated;
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+        const int other = pair - rotated + side * ((rest + 1) / 2);  // pack of those past dim
+        const bool has = pair - rotated < (rest + 1) / 2 && other < rest;
+        first[i][side] = rotates[i] ? pair * kPack + side * half : (has ? dim + other * kPack : kNone);
+      }
+    }
   }
-  __device__ bool rotates(int i) const { return (lane + i * lanes) * kPack < half; }
 
   /// f(packs of pair i side s, first element of it)
   template <class F>
@@ -55,7 +60,7 @@ struct Head {
     for (int i = 0; i < kPairs; ++i)
 #pragma unroll
       for (int side = 0; side < 2; ++side)
-        if (const int element = at(i, side); element != kNone) f(packs[i][side], element);
+        if (first[i][side] != kNone) f(packs[i][side], first[i][side]);
   }
 
   __device__ void load(const T* x) {
@@ -67,6 +72,17 @@ struct Head {
 
   /// x / rms(x) * weight where there is a weight, then the rotation; fp32 inside, rounded once.
   __device__ void norm_and_rotate(const T* weight, float eps, const float* cos_sin) {
+    Packed w[kPairs][2];
+    float cos[kPairs][kPack], sin[kPairs][kPack];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {  // all loads before the first use
+#pragma unroll
+      for (int side = 0; side < 2; ++side)
+        if (weight != nullptr && first[i][side] != kNone) w[i][side] = Packed::load(weight + first[i][side]);
+      if (!rotates[i]) continue;
+      load_floats(cos[i], cos_sin + first[i][0]);
+      load_floats(sin[i], cos_sin + half + first[i][0]);
+    }
     float scale = 1;
     if (weight != nullptr) {
       float squares = 0;
@@ -81,30 +97,24 @@ struct Head {
       float x[2][kPack];
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        const int element = at(i, side);
-        if (element == kNone) continue;
-        Packed w;
-        if (weight != nullptr) w = Packed::load(weight + element);
+        if (first[i][side] == kNone) continue;
 #pragma unroll
         for (int j = 0; j < kPack; ++j) {
           x[side][j] = to_float(packs[i][side].data[j]);
-          if (weight != nullptr) x[side][j] = x[side][j] * scale * to_float(w.data[j]);
+          if (weight != nullptr) x[side][j] = x[side][j] * scale * to_float(w[i][side].data[j]);
         }
       }
-      if (rotates(i)) {
-        float cos[kPack], sin[kPack];
-        load_floats(cos, cos_sin + at(i, 0));
-        load_floats(sin, cos_sin + half + at(i, 0));
+      if (rotates[i]) {
 #pragma unroll
         for (int j = 0; j < kPack; ++j) {
           const float first = x[0][j], second = x[1][j];
-          x[0][j] = first * cos[j] - second * sin[j];
-          x[1][j] = second * cos[j] + first * sin[j];
+          x[0][j] = first * cos[i][j] - second * sin[i][j];
+          x[1][j] = second * cos[i][j] + first * sin[i][j];
         }
       }
 #pragma unroll
       for (int side = 0; side < 2; ++side)
-        if (at(i, side) != kNone) packs[i][side] = rounded<T>(x[side]);
+        if (first[i][side] != kNone) packs[i][side] = rounded<T>(x[side]);
     }
   }
 

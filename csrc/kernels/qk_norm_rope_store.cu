@@ -23,7 +23,8 @@ namespace {
 constexpr int kThreads = 256;
 
 template <class T, class Cache, int kPack>
-__global__ void __launch_bounds__(kThreads) qk_norm_rope_store_kernel(const QkNormRopeStoreParams p) {
+__global__ void __launch_bounds__(kThreads, kPack == 1 ? 1 : 4)
+    qk_norm_rope_store_kernel(const QkNormRopeStoreParams p) {
   launch_next_grid();
   const KvCache& c = p.cache;
   const int64_t t = blockIdx.x;
@@ -34,6 +35,8 @@ __global__ void __launch_bounds__(kThreads) qk_norm_rope_store_kernel(const QkNo
   const bool is_k = head >= first_k && head < first_v, is_v = head >= first_v;
   const int64_t slot = is_k || is_v ? c.slots[t] : -1;
   const int64_t position = is_v ? 0 : p.rotary.positions[t];
+  const float* scale = is_v ? c.v_scale : c.k_scale;
+  const float divisor = scale == nullptr ? 1.0f : *scale;
   T* x = static_cast<T*>(p.qkv) + t * p.qkv_stride_row + head * c.head_dim;
   Head<T, kPack> part(p.rotary, c.head_dim, threadIdx.x, blockDim.x);
   part.load(x);
@@ -46,8 +49,6 @@ __global__ void __launch_bounds__(kThreads) qk_norm_rope_store_kernel(const QkNo
   const CacheSlot at(c, slot);
   Cache* to = is_v ? static_cast<Cache*>(c.v) + at.v + (head - first_v) * c.v_stride_head
                    : static_cast<Cache*>(c.k) + at.k + (head - first_k) * c.k_stride_head;
-  const float* scale = is_v ? c.v_scale : c.k_scale;
-  const float divisor = scale == nullptr ? 1.0f : *scale;
   part.for_packs([&](const Pack<T, kPack>& pack, int element) { store_pack(pack, to + element, divisor); });
 }
 

@@ -10,13 +10,14 @@
 // bitwise the same with any other rows, and with any kTiles. The launcher takes the most rows a block (x is
 // read once a block) that still spread evenly over the multiprocessors. The weight's first loads are
 // prefetched into L2 while the previous kernel ends: L2 is coherent, so a weight that it writes is read
-// right.
+// right. Each block also prefetches the rows of the block that is to follow it on its multiprocessor.
 //
 // Trusted: out overlaps no input (the caller), num_rows <= kSkinnyMaxRows (ops/skinny_linear.cpp).
 #include <algorithm>
 
 #include "common/convert.cuh"
 #include "common/launch.cuh"
+#include "common/prefetch.cuh"
 #include "kernels/skinny_linear.h"
 
 namespace nanovllm::kernels {
@@ -24,8 +25,12 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kStep = 32;              // of k, for a warp
-constexpr int kLoads = 16;             // of a lane, in flight
 constexpr int kPrefetchBlocks = 1024;  // later ones start long after the previous kernel's end
+
+/// Loads of a lane, in flight, and blocks a multiprocessor. Two tiles are for weights that fill it with three
+/// blocks at once.
+constexpr int loads(int tiles) { return tiles == 2 ? 8 : 16; }
+constexpr int blocks_per_sm(int tiles) { return tiles == 2 ? 3 : 2; }
 
 using Operand = uint32_t[4];  // 8 elements of a row
 
@@ -50,8 +55,9 @@ __device__ void load_elements(Operand& to, const T* row, int64_t k, int64_t end)
 __device__ void clear(Operand& to) { to[0] = to[1] = to[2] = to[3] = 0; }
 
 template <class T, int kTiles, bool kAligned>
-__global__ void __launch_bounds__(kThreads, 2) skinny_linear_kernel(const SkinnyLinearParams p) {
-  constexpr int kUnroll = kLoads / kTiles;
+__global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles))
+    skinny_linear_kernel(const SkinnyLinearParams p, int64_t rows_ahead) {
+  constexpr int kUnroll = loads(kTiles) / kTiles;
   constexpr int kRows = 8 * kTiles;                      // of the weight
   constexpr int kPitch = kRows + (kTiles == 1 ? 0 : 8);  // no bank conflicts
   __shared__ float sums[kWarps][kSkinnyMaxRows][kPitch];
@@ -75,6 +81,12 @@ __global__ void __launch_bounds__(kThreads, 2) skinny_linear_kernel(const Skinny
     }
   }
   wait_for_previous_grid();
+  if constexpr (kAligned) {
+    const int64_t ahead = first_n + rows_ahead;
+    if (threadIdx.x < kRows && ahead + threadIdx.x < p.n)
+      prefetch_bulk(static_cast<const T*>(p.weight) + (ahead + threadIdx.x) * p.weight_stride_row,
+                    p.k * sizeof(T));
+  }
 
   const T* x = static_cast<const T*>(p.x);
   const T* x_low = row < p.num_rows ? x + row * p.x_stride_row : nullptr;
@@ -137,13 +149,14 @@ __global__ void __launch_bounds__(kThreads, 2) skinny_linear_kernel(const Skinny
 }
 
 template <class T, int kTiles>
-cudaError_t launch(const SkinnyLinearParams& p, cudaStream_t stream) {
+cudaError_t launch(const SkinnyLinearParams& p, int64_t num_sms, cudaStream_t stream) {
   const bool aligned = p.k % 8 == 0 && is_aligned(p.x, {p.x_stride_row}, sizeof(T), 16) &&
                        is_aligned(p.weight, {p.weight_stride_row}, sizeof(T), 16);
   const auto kernel =
       aligned ? skinny_linear_kernel<T, kTiles, true> : skinny_linear_kernel<T, kTiles, false>;
   const dim3 blocks((p.n + 8 * kTiles - 1) / (8 * kTiles));
-  return launch_pdl(kernel, blocks, kThreads, 0, stream, p);
+  const int64_t rows_ahead = num_sms * blocks_per_sm(kTiles) * 8 * kTiles;
+  return launch_pdl(kernel, blocks, kThreads, 0, stream, p, rows_ahead);
 }
 
 /// Tiles that the busiest multiprocessor reads, with `tiles` a block.
@@ -164,8 +177,8 @@ cudaError_t launch_skinny_linear(const SkinnyLinearParams& p, cudaStream_t strea
   const auto evenly = [&](int64_t tiles) { return 10 * busiest(p.n, tiles, num_sms) <= 11 * best; };
   return dispatch(p.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (evenly(4)) return launch<T, 4>(p, stream);
-    return evenly(2) ? launch<T, 2>(p, stream) : launch<T, 1>(p, stream);
+    if (evenly(4)) return launch<T, 4>(p, num_sms, stream);
+    return evenly(2) ? launch<T, 2>(p, num_sms, stream) : launch<T, 1>(p, num_sms, stream);
   });
 }
 

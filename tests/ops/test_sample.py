@@ -131,6 +131,18 @@ def test_ties_at_the_border_are_kept(device: str) -> None:
         assert min(got) >= 250 and len(got) > 40, params
 
 
+@pytest.mark.parametrize("ties", [400, 600, 5000])
+def test_many_ties_at_the_border_are_kept(device: str, ties: int) -> None:
+    """Fewer and more than the 512 tokens that the CUDA operator gathers, spread over the vocabulary."""
+    logits = torch.zeros(300, 70001, device=device)
+    logits[:, 11 :: 70001 // ties] = 30.0
+    logits[:, 5] = 30.5
+    for params in ({"top_k": 2}, {"top_k": 300}, {"top_k": 7, "top_p": 0.5}):
+        got = sample(logits, torch.arange(300), **params)
+        assert (logits.gather(1, got[:, None]) >= 30).all(), params
+        assert len(set(got.tolist())) > 150, params
+
+
 @pytest.mark.parametrize("vocab", [100, 70001])
 def test_filters_that_are_off_change_nothing(device: str, vocab: int) -> None:
     torch.manual_seed(0)

@@ -5,10 +5,12 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstdio>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
+#include <string>
+#include <type_traits>
 
 #include "common/dtype.h"
 
@@ -23,14 +25,36 @@ using torch::stable::Tensor;
 #define NV_DISPATCH_KEY CPU
 #endif
 
-/// Throws `op: arg: expected <expected>, got <got>`, the parts streamed together, unless `ok`.
+/// The sizes of a tensor, written [2, 3], and only when the check fails.
+struct Shape {
+  const Tensor& tensor;
+};
+inline Shape shape(const Tensor& t) { return {t}; }
+
+/// A part of a message. Without streams: where libstdc++ is linked in twice, their locales crash.
+template <class Part>
+std::string to_text(Part const& part) {
+  if constexpr (std::is_convertible_v<Part, std::string>) {
+    return part;
+  } else if constexpr (std::is_same_v<Part, Shape>) {
+    std::string text = "[";
+    for (int64_t i = 0; i < part.tensor.dim(); ++i)
+      text += (i ? ", " : "") + std::to_string(part.tensor.size(i));
+    return text + "]";
+  } else if constexpr (std::is_floating_point_v<Part>) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%g", static_cast<double>(part));
+    return text;
+  } else {
+    return std::to_string(part);
+  }
+}
+
+/// Throws `op: arg: expected <expected>, got <got>`, the parts put together, unless `ok`.
 template <class... Parts>
 void check(bool ok, const char* op, const char* arg, Parts const&... parts) {
   if (ok) return;
-  std::ostringstream text;
-  text << op << ": " << arg << ": ";
-  (text << ... << parts);
-  throw std::runtime_error(text.str());
+  throw std::runtime_error((std::string(op) + ": " + arg + ": " + ... + to_text(parts)));
 }
 
 inline const char* name(ScalarType t) {
@@ -56,17 +80,6 @@ inline const char* name(ScalarType t) {
     default:
       return "another dtype";
   }
-}
-
-/// The sizes of a tensor, written [2, 3], and only when the check fails.
-struct Shape {
-  const Tensor& tensor;
-};
-inline Shape shape(const Tensor& t) { return {t}; }
-inline std::ostream& operator<<(std::ostream& text, const Shape& s) {
-  text << "[";
-  for (int64_t i = 0; i < s.tensor.dim(); ++i) text << (i ? ", " : "") << s.tensor.size(i);
-  return text << "]";
 }
 
 /// A named dimension: bound by the first tensor that has it, held against the rest. 0 is a legal size.

@@ -15,13 +15,13 @@ constexpr QuantType kQuantTypes[] = {
     {GgufQuant::kQ4_0, "Q4_0", 18}, {GgufQuant::kQ4_1, "Q4_1", 20}, {GgufQuant::kQ8_0, "Q8_0", 34}};
 
 const QuantType& check_quant_type(const char* op, int64_t id) {
-  std::ostringstream allowed;
+  std::string allowed;
   for (const QuantType& type : kQuantTypes) {
     if (static_cast<int64_t>(type.quant) == id) return type;
-    allowed << (&type == kQuantTypes ? " " : ", ") << static_cast<int64_t>(type.quant) << " (" << type.name
-            << ")";
+    allowed +=
+        (allowed.empty() ? " " : ", ") + to_text(static_cast<int64_t>(type.quant)) + " (" + type.name + ")";
   }
-  check(false, op, "quant_type", "expected one of", allowed.str(), ", got ", id);
+  check(false, op, "quant_type", "expected one of", allowed, ", got ", id);
   return kQuantTypes[0];  // not reached: a failed check throws
 }
 

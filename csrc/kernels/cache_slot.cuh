@@ -30,31 +30,36 @@ template <class T, int kPack>
 __device__ void store_pack(const Pack<T, kPack>& x, T* to, float) {
   x.store(to);
 }
-/// Many quotients by one divisor, each what `x / divisor` is once it is rounded to float8: the correction of
-/// x * (1 / divisor) rounds right (Markstein). It would make 0 of -0, and NaN of an infinity.
-struct Divider {
-  float divisor, reciprocal;
-  __device__ explicit Divider(float divisor) : divisor(divisor), reciprocal(1.0f / divisor) {}
-  __device__ float operator()(float x) const {
-    const float q = x * reciprocal;
-    const float right = fmaf(fmaf(-q, divisor, x), reciprocal, q);
-    return fabsf(q) < 0x1p100f ? copysignf(right, q) : q;
-  }
-};
 
-template <class T, int kPack>
-__device__ void store_pack(const Pack<T, kPack>& x, uint8_t* to, float scale) {
-  const Divider over(scale);
+template <int kPack, class Quotient>
+__device__ Pack<uint8_t, kPack> to_codes(Quotient const& quotient) {
   Pack<uint8_t, kPack> codes;
   if constexpr (kPack == 1) {
-    codes.data[0] = __nv_cvt_float_to_fp8(over(to_float(x.data[0])), __NV_SATFINITE, __NV_E4M3);
+    codes.data[0] = __nv_cvt_float_to_fp8(quotient(0), __NV_SATFINITE, __NV_E4M3);
   } else {
 #pragma unroll
     for (int i = 0; i < kPack; i += 2)
-      reinterpret_cast<uint16_t*>(codes.data)[i / 2] = __nv_cvt_float2_to_fp8x2(
-          {over(to_float(x.data[i])), over(to_float(x.data[i + 1]))}, __NV_SATFINITE, __NV_E4M3);
+      reinterpret_cast<uint16_t*>(codes.data)[i / 2] =
+          __nv_cvt_float2_to_fp8x2({quotient(i), quotient(i + 1)}, __NV_SATFINITE, __NV_E4M3);
   }
-  codes.store(to);
+  return codes;
+}
+
+/// x / scale. Quotients by one divisor share its reciprocal: the correction of x * reciprocal rounds right,
+/// but for a divisor whose mantissa is all ones (Markstein); it would make 0 of -0, and NaN of an infinity.
+template <class T, int kPack>
+__device__ void store_pack(const Pack<T, kPack>& x, uint8_t* to, float scale) {
+  if (~__float_as_uint(scale) << 9 == 0) {
+    to_codes<kPack>([&](int i) { return to_float(x.data[i]) / scale; }).store(to);
+    return;
+  }
+  const float reciprocal = 1.0f / scale;
+  const auto quotient = [&](int i) {
+    const float v = to_float(x.data[i]), q = v * reciprocal;
+    const float right = fmaf(fmaf(-q, scale, v), reciprocal, q);
+    return fabsf(q) < 0x1p100f ? copysignf(right, q) : q;
+  };
+  to_codes<kPack>(quotient).store(to);
 }
 
 }  // namespace nanovllm::kernels

@@ -65,7 +65,9 @@ def test_float8_bits(device: str, dtype: torch.dtype, case: Case) -> None:
     reference.assert_same_bits(v_cache, want_v, "v_cache")
 
 
-def test_float8_rounding_and_saturation(device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("scale", [1.0, 0.3, 7.0, 448.0, 1e-3, 1e-20, 1e20, 2 - 2.0**-23])
+def test_float8_rounding_and_saturation(device: str, dtype: torch.dtype, scale: float) -> None:
+    """Of x / scale; a scale whose mantissa is all ones has the reciprocal that is hardest to divide with."""
     codes = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
     values = codes[codes.isfinite()].sort().values
     halfway = (values[1:] + values[:-1]) / 2  # exact in every dtype: ties go to the even code
@@ -74,8 +76,9 @@ def test_float8_rounding_and_saturation(device: str, dtype: torch.dtype) -> None
     x = torch.cat([x, x.new_zeros(-len(x) % 16)]).to(device).to(dtype).view(-1, 1, 16)
     cache = torch.zeros(len(x), 1, 1, 16, device=device).to(E4M3)
     slots = torch.arange(len(x), device=device)
-    want = reference.store_kv_cache(x, cache, slots)
-    ops.store_kv_cache(x, x, cache, cache.clone(), slots)
+    by = torch.tensor([scale], device=device)
+    want = reference.store_kv_cache(x, cache, slots, by)
+    ops.store_kv_cache(x, x, cache, cache.clone(), slots, by, None)
     reference.assert_same_bits(cache, want)
 
 

@@ -2,12 +2,13 @@
 
 import random
 from dataclasses import astuple, dataclass
-from itertools import combinations
 from itertools import pairwise as neighbours
 
 import pytest
 import reference
 import torch
+from paged import make_shared
+from pairwise import pairwise_cases
 from torch import Tensor
 
 from nanovllm import ops
@@ -15,9 +16,7 @@ from nanovllm import ops
 pytestmark = pytest.mark.gpu
 
 NAN = float("nan")
-ABSURD = 2**31 - 1
 E4M3 = torch.float8_e4m3fn
-MOST_CACHED = 2**28  # elements of a grid case's cache; beyond, sequences share pages
 K_SCALE, V_SCALE = 0.7, 1.3
 
 
@@ -62,25 +61,7 @@ FACTORS = (
     (False, True),
     (1, 2, 8),
 )
-
-
-def pairwise(count: int) -> list[Case]:
-    """`count` cases in which every two values of two factors meet: each is the best of 20 for a missing pair."""
-    rng = random.Random(0)
-    factors = combinations(range(len(FACTORS)), 2)
-    missing = dict.fromkeys(((i, x), (j, y)) for i, j in factors for x in FACTORS[i] for y in FACTORS[j])
-    cases = []
-    while missing or len(cases) < count:
-        tries = [[rng.choice(f) for f in FACTORS] for _ in range(20 if missing else 1)]
-        for wanted in list(missing)[:1]:
-            for values in tries:
-                for i, x in wanted:
-                    values[i] = x
-        best = max(tries, key=lambda values: sum(p in missing for p in combinations(enumerate(values), 2)))
-        for pair in combinations(enumerate(best), 2):
-            missing.pop(pair, None)
-        cases.append(Case(*best))
-    return cases
+CASES = [Case(*values) for values in pairwise_cases(FACTORS, 400)]
 
 
 @dataclass
@@ -88,7 +69,7 @@ class Batch:
     q: Tensor
     k: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim], NaN where nothing is stored
     v: Tensor
-    block_tables: Tensor  # ABSURD past a context
+    block_tables: Tensor  # absurd ids past a context
     lens: list[int]
     scales: tuple[Tensor | None, Tensor | None] = (None, None)
 
@@ -135,32 +116,10 @@ def make(
     head_major: bool = False,
 ) -> Batch:
     torch.manual_seed(0)
-    used = torch.tensor([-(-n // block_size) for n in lens], dtype=torch.long)
-    full_blocks = int((used - 1).clamp(min=0).sum())
-    shared = max(1, min(full_blocks, MOST_CACHED // (block_size * num_kv_heads * head_dim)))
-    num_blocks = shared + len(lens) + 1  # full blocks, the last block of each sequence, one that nobody uses
-    names = torch.randperm(num_blocks, device="cuda").int()
-    tables = torch.full((len(lens), max(used.tolist(), default=0) + 2), ABSURD, dtype=torch.int32, device="cuda")
-    caches = torch.randn(2, num_blocks, block_size, num_kv_heads, head_dim, device="cuda").to(dtype)
-    caches[:, names[-1].long()] = NAN
-    begin = 0
-    for b, (n, blocks) in enumerate(zip(lens, used.tolist())):
-        if blocks == 0:
-            continue
-        tables[b, : blocks - 1] = names[torch.arange(begin, begin + blocks - 1, device="cuda") % shared]
-        begin += blocks - 1
-        last = names[shared + b]
-        tables[b, blocks - 1] = last
-        caches[:, last.long(), n - (blocks - 1) * block_size :] = NAN
-    scales = (None, None)
-    if float8:
-        caches = caches.to(E4M3)
-        scales = tuple(torch.tensor([s], device="cuda") for s in (K_SCALE, V_SCALE))
-    k, v = caches
-    if head_major:
-        k, v = (c.transpose(1, 2).contiguous().transpose(1, 2) for c in (k, v))
+    kv = make_shared(lens, num_kv_heads, head_dim, block_size, E4M3 if float8 else dtype, head_major)
+    scales = tuple(torch.tensor([s], device="cuda") for s in (K_SCALE, V_SCALE)) if float8 else (None, None)
     q = torch.randn(len(lens), num_kv_heads * group, head_dim, device="cuda").to(dtype)
-    return Batch(q, k, v, tables, lens, scales)
+    return Batch(q, kv.k, kv.v, kv.block_tables, lens, scales)
 
 
 def run(batch: Batch) -> Tensor:
@@ -169,7 +128,7 @@ def run(batch: Batch) -> Tensor:
     return args[0]
 
 
-@pytest.mark.parametrize("case", pairwise(400), ids=repr)
+@pytest.mark.parametrize("case", CASES, ids=repr)
 def test_grid(case: Case) -> None:
     """Every third sequence has the case's context, the others one of the short ones."""
     rng = random.Random(str(astuple(case)))

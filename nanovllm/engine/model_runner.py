@@ -76,7 +76,7 @@ class ModelRunner:
         self.plan = torch.empty(ops.decode_plan_numel(rows, device), dtype=torch.int32, device=device)
         numel = ops.decode_workspace_numel(rows, config.max_model_len, *heads, device)
         self.workspace = torch.zeros(numel, dtype=torch.float32, device=device)
-        self.kv_cache = self._empty_cache(0)
+        self.allocate_kv_cache(0)
         self.warmup_model()
         self.graphs = DecodeGraphs(self) if device.type == "cuda" and not config.enforce_eager else None
         self.num_kvcache_blocks = self._num_kvcache_blocks()

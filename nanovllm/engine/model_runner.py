@@ -113,7 +113,10 @@ class ModelRunner:
     def warmup_model(self) -> None:
         """One prefill as large as steps get (small on CPU, where no memory is measured), before there are pages."""
         tokens = self.config.max_num_batched_tokens
-        if self.device.type == "cpu":
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
             tokens = min(tokens, _WARMUP_TOKENS_ON_CPU)
         length = min(tokens, self.config.max_model_len)
         count = max(1, min(tokens // length, self.config.max_running))

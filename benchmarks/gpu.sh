@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Every GPU test, then every kernel benchmark; results as JSON in the folder given (default benchmarks/results).
+# From the repository's root, after a build for this GPU:
+#
+#     NANOVLLM_CUDA=1 pip install --no-build-isolation -e . && bash benchmarks/gpu.sh
+set -u
+out=${1:-benchmarks/results}
+mkdir -p "$out"
+gpu=$(python3 -c "import torch; print(torch.cuda.get_device_name().split()[-1].lower())") || exit 1
+status=0
+
+python3 -m pytest -q -m gpu -p no:cacheprovider tests || status=1
+for bench in benchmarks/bench_*.py; do
+  op=$(basename "$bench" .py)
+  op=${op#bench_}
+  [ "$op" = ops_cpu ] && continue
+  python3 "$bench" --json "$out/${op}_$gpu.json" || status=1
+done
+exit $status

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 
 from nanovllm.config import EngineConfig
@@ -46,7 +48,11 @@ class LLM:
 
     def exit(self) -> None:
         """Frees the model and the KV cache; a second call does nothing."""
-        self.__dict__.pop("engine", None)
+        if self.__dict__.pop("engine", None) is None:
+            return
+        gc.collect()  # runner and graphs refer to each other: without this their memory waits for the collector
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def __getattr__(self, name: str) -> Any:
         if name == "engine":

@@ -116,9 +116,11 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     hf_config = source.load_hf_config(where)
     model_config = ModelConfig.from_hf(hf_config)
     dtype = resolve_dtype(config.dtype, model_config.dtype, device)
-    model_config = dataclasses.replace(model_config, dtype=dtype)
+    max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
+    config = dataclasses.replace(config, max_model_len=max_model_len)
+    # Positions end at max_model_len: so does the rotary table (its scaling is already resolved).
+    model_config = dataclasses.replace(model_config, dtype=dtype, max_position_embeddings=max_model_len)
     check_shapes(config, model_config, device)
-    config = dataclasses.replace(config, max_model_len=min(config.max_model_len, model_config.max_position_embeddings))
     tokenizer = source.load_tokenizer(where)
     generation_config = source.load_generation_config(where)
     with device:

@@ -1,0 +1,69 @@
+"""Draws the results of the kernel and engine benchmarks: one SVG a file in benchmarks/results/.
+
+    python -m pip install matplotlib
+    python benchmarks/plot.py docs/images
+
+Attention and the other operators are drawn as a share of what the GPU reached in the same run, the engine in tokens a
+second.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+import matplotlib.pyplot as plt
+
+plt.rcParams["svg.fonttype"] = "none"
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def bars(result: dict) -> tuple[str, list[tuple[str, float]]]:
+    """Axis label, and (case, value) of every row that can be drawn."""
+    rows = result["rows"]
+    if "read_tb_s" in result:
+        label, peak = "% of the read bandwidth of the same run", result["read_tb_s"]
+        seed = [r for r in rows if r.get("layout") == "seed"]
+        named = [(f"{r['case']}, block {r['block_size']}", r.get("tb_s")) for r in seed]
+        return label, [(name, 100 * value / peak) for name, value in named if value]
+    if "cublas_tflop_s" in result:
+        peak = result["cublas_tflop_s"]
+        named = [(f"{r['case']}, {r['storage']}", r.get("tflop_s")) for r in rows]
+        return "% of cuBLAS in the same run", [(name, 100 * value / peak) for name, value in named if value]
+    if "peak_gb_s" in result:
+        peak = result["peak_gb_s"]
+        named = [(r["shape"], r.get("gb_s")) for r in rows]
+        return "% of the read bandwidth of the same run", [(name, 100 * value / peak) for name, value in named if value]
+    return "tokens a second", [(r["workload"], r["tok_s"]) for r in rows]
+
+
+def draw(path: Path, folder: Path) -> None:
+    result = json.loads(path.read_text())
+    label, values = bars(result)
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.24 * len(values)))
+    names = [name for name, _ in values]
+    axes.barh(range(len(values)), [value for _, value in values], color="#4477aa")
+    axes.set_yticks(range(len(values)), names, fontsize=7)
+    axes.margins(y=0.01)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.set_title(f"{path.stem}: {result['gpu'].split(',')[0]}, {result.get('date', '')}", fontsize=9)
+    axes.grid(axis="x", alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(folder / f"{path.stem}.svg", metadata={"Date": None})
+    plt.close(figure)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images")
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted(RESULTS.glob("*.json")):
+        draw(path, folder)
+        print(folder / f"{path.stem}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -78,7 +78,9 @@ class AsyncLLM:
             ValueError, TypeError: the request can never run, or request_id is in use. RuntimeError: a step failed, or
             the engine was shut down.
         """
-        params = sampling_params or self.default_sampling_params
+        params = self.default_sampling_params if sampling_params is None else sampling_params
+        if request_id is not None:
+            _check_request_id(request_id)
         with self._tokenizer_lock:
             token_ids = self.engine.check_request(prompt, params)
         stream = _Stream(asyncio.get_running_loop())
@@ -111,7 +113,12 @@ class AsyncLLM:
             self._commands.put(abort)
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request; its generate() yields a last output with finish_reason "abort". Unknown ids: nothing."""
+        """Ends a request; its generate() yields a last output with finish_reason "abort". Unknown ids: nothing.
+
+        Raises:
+            TypeError: request_id is no string.
+        """
+        _check_request_id(request_id)
 
         def abort() -> None:
             request = self.engine.requests.get(request_id)
@@ -167,3 +174,9 @@ class AsyncLLM:
             self.engine.abort(request_id)
             stream.put(error)
         self._streams.clear()
+
+
+def _check_request_id(request_id: Any) -> None:
+    """In the caller's thread: an id that cannot be a key would end the engine's."""
+    if not isinstance(request_id, str):
+        raise TypeError(f"request_id: expected a string, got {request_id!r}")

@@ -12,6 +12,7 @@ KV_CACHE_DTYPES = ("auto",)
 ATTENTION_BACKENDS = ("auto", "native")
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_CPU_KV_BYTES = 1 << 30
+_INT32_MAX = 2**31 - 1  # block ids and token counts of a step are int32 on the device
 
 
 def _doc(text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -56,14 +57,15 @@ class EngineConfig:
         self._one_of("kv_cache_dtype", KV_CACHE_DTYPES)
         self._one_of("attention_backend", ATTENTION_BACKENDS)
         self._one_of("load_format", LOAD_FORMATS)
-        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs"):
             self._integer(name, 1)
+        self._integer("max_num_batched_tokens", 1, _INT32_MAX)
         self._integer("seed", 0, 2**63 - 1)
-        self._integer("kvcache_block_size", 1)
+        self._integer("kvcache_block_size", 1, _INT32_MAX)
         if self.kvcache_block_size & (self.kvcache_block_size - 1):
             raise ValueError(f"kvcache_block_size: expected a power of two, got {self.kvcache_block_size}")
         if self.num_kvcache_blocks != -1:
-            self._integer("num_kvcache_blocks", 1)
+            self._integer("num_kvcache_blocks", 1, _INT32_MAX)
         if self.kv_cache_memory_bytes is not None:
             self._integer("kv_cache_memory_bytes", 1)
         share = self.gpu_memory_utilization

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,6 +39,7 @@ class LLM:
         self.config = EngineConfig.from_kwargs(model, **options)
         self.engine, self.default_sampling_params = build_engine(self.config)
         self.config = self.engine.config
+        self._lock = threading.RLock()  # steps of calls from several threads take turns
 
     def __enter__(self) -> LLM:
         return self
@@ -79,7 +80,11 @@ class LLM:
             ValueError: a prompt can never run (empty, too long, ids out of range): the text has its index and the
             numbers, and nothing was run. KeyboardInterrupt: after ending all requests; the engine stays usable.
         """
-        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        if isinstance(prompts, (set, frozenset, dict, bytes)) or not isinstance(prompts, Iterable):
+            raise TypeError(f"prompts: expected one prompt or a list of them, got {type(prompts).__name__}")
+        if not isinstance(prompts, str):
+            prompts = list(prompts)
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]  # type: ignore[list-item]
         params = self._params_for(len(prompts), sampling_params)
         token_ids = []
@@ -89,11 +94,12 @@ class LLM:
             except (TypeError, ValueError) as e:
                 kind = TypeError if isinstance(e, TypeError) else ValueError  # a subclass may take other arguments
                 raise kind(f"prompts[{i}]: {e}") from None
-        requests = [
-            self.engine.add_checked_request(prompt, ids, p, None, stream=False)  # type: ignore[arg-type]
-            for prompt, ids, p in zip(prompts, token_ids, params)
-        ]
-        return self._run(requests, use_tqdm)
+        with self._lock:
+            requests = [
+                self.engine.add_checked_request(prompt, ids, p, None, stream=False)  # type: ignore[arg-type]
+                for prompt, ids, p in zip(prompts, token_ids, params)
+            ]
+            return self._run(requests, use_tqdm)
 
     def chat(
         self,
@@ -119,13 +125,15 @@ class LLM:
         Closing the iterator early ends the request.
         """
         params = self._params_for(1, sampling_params)[0]
-        request = self.engine.add_request(prompt, params, stream=True)
+        with self._lock:
+            request = self.engine.add_request(prompt, params, stream=True)
         seen = [(0, 0)] * params.n
         try:
             while True:
-                if not request.is_finished:  # it may have ended in another call's steps since the last yield
-                    self.engine.step()
-                output = self.engine.output(request)
+                with self._lock:
+                    if not request.is_finished:  # it may have ended in another call's steps since the last yield
+                        self.engine.step()
+                    output = self.engine.output(request)
                 done = [(len(c.text), len(c.token_ids)) for c in output.outputs]
                 if done != seen or output.finished:
                     yield _increment(output, seen)
@@ -133,12 +141,13 @@ class LLM:
                 if output.finished:
                     return
         finally:
-            self.engine.abort(request.request_id)
+            with self._lock:
+                self.engine.abort(request.request_id)
 
     def _params_for(self, count: int, given: Any) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.default_sampling_params] * count
-        given = list(given)
+        given = list(given) if isinstance(given, Iterable) else [given]
         if len(given) != count or not all(isinstance(p, SamplingParams) for p in given):
             raise ValueError(f"sampling_params: expected one SamplingParams or {count} of them, got {len(given)} items")
         return given

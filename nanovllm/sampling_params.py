@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
@@ -12,8 +11,8 @@ _MAX_STOP_STRINGS = 64
 
 
 def _number(name: str, value: Any, low: float, high: float, low_open: bool = False) -> None:
-    bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
-    if bad or not low <= value <= high or (low_open and value == low):
+    bad = isinstance(value, bool) or not isinstance(value, (int, float))
+    if bad or not low <= value <= high or (low_open and value == low):  # NaN is not in any range
         bounds = f"{'(' if low_open else '['}{low}, {high}]"
         raise ValueError(f"SamplingParams.{name}: expected a number in {bounds}, got {value!r}")
 

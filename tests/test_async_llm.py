@@ -276,3 +276,22 @@ def test_reader_whose_loop_is_gone_does_no_harm(make_llm) -> None:
     steps.release(5)
     assert run(collect(llm, [3, 4], greedy(3)))[-1].token_ids == alone([3, 4], greedy(3))
     shut_down_and_check(llm)
+
+
+def test_a_bad_call_raises_in_the_caller_and_leaves_the_engine_running(make_llm) -> None:
+    llm = make_llm()
+
+    async def main() -> None:
+        for request_id in ([], {}, 5, None):
+            with pytest.raises(TypeError, match="request_id: expected a string, got"):
+                await llm.abort(request_id)
+        with pytest.raises(TypeError, match=r"request_id: expected a string, got \[\]"):
+            await collect(llm, [1, 2], greedy(3), [])
+        for params in ({"temperature": 0}, 5, False):
+            kind = type(params).__name__
+            with pytest.raises(TypeError, match=f"sampling_params: expected SamplingParams, got {kind}"):
+                await collect(llm, [1, 2], params)
+        assert (await collect(llm, [1, 2], greedy(3)))[-1].token_ids == alone([1, 2], greedy(3))
+
+    run(main())
+    shut_down_and_check(llm)

@@ -21,14 +21,22 @@ from nanovllm.config import EngineConfig
         ({"max_model_len": 0}, ValueError, "max_model_len: expected an integer >= 1, got 0"),
         ({"max_num_seqs": -1}, ValueError, "max_num_seqs: expected an integer >= 1, got -1"),
         ({"max_num_seqs": True}, ValueError, "max_num_seqs: expected an integer >= 1, got True"),
-        ({"max_num_batched_tokens": 1.5}, ValueError, "max_num_batched_tokens: expected an integer >= 1, got 1.5"),
+        (
+            {"max_num_batched_tokens": 1.5},
+            ValueError,
+            r"max_num_batched_tokens: expected an integer in \[1, 2147483647\], got 1.5",
+        ),
         ({"seed": -1}, ValueError, r"seed: expected an integer in \[0, \d+\], got -1"),
         ({"seed": 2**63}, ValueError, rf"seed: expected an integer in \[0, {2**63 - 1}\], got {2**63}"),
-        ({"kvcache_block_size": 0}, ValueError, "kvcache_block_size: expected an integer >= 1, got 0"),
+        ({"kvcache_block_size": 0}, ValueError, r"kvcache_block_size: expected an integer in \[1, 2147483647\], got 0"),
         ({"kvcache_block_size": 100}, ValueError, "kvcache_block_size: expected a power of two, got 100"),
         ({"kvcache_block_size": 255}, ValueError, "kvcache_block_size: expected a power of two, got 255"),
-        ({"num_kvcache_blocks": 0}, ValueError, "num_kvcache_blocks: expected an integer >= 1, got 0"),
-        ({"num_kvcache_blocks": -2}, ValueError, "num_kvcache_blocks: expected an integer >= 1, got -2"),
+        ({"num_kvcache_blocks": 0}, ValueError, r"num_kvcache_blocks: expected an integer in \[1, 2147483647\], got 0"),
+        (
+            {"num_kvcache_blocks": -2},
+            ValueError,
+            r"num_kvcache_blocks: expected an integer in \[1, 2147483647\], got -2",
+        ),
         ({"kv_cache_memory_bytes": 0}, ValueError, "kv_cache_memory_bytes: expected an integer >= 1, got 0"),
         ({"gpu_memory_utilization": 0}, ValueError, r"gpu_memory_utilization: expected a number in \(0, 1\], got 0"),
         ({"gpu_memory_utilization": 1.1}, ValueError, r"gpu_memory_utilization: .* in \(0, 1\], got 1.1"),
@@ -74,3 +82,9 @@ def test_running_sequences_fit_the_token_budget(seqs: int, tokens: int, expected
 @pytest.mark.parametrize("length, size, expected", [(4096, 16, 256), (4097, 16, 257), (1, 16, 1)])
 def test_blocks_of_the_longest_sequence(length: int, size: int, expected: int) -> None:
     assert EngineConfig(model="m", max_model_len=length, kvcache_block_size=size).max_blocks_per_seq == expected
+
+
+@pytest.mark.parametrize("name", ["max_num_batched_tokens", "kvcache_block_size", "num_kvcache_blocks"])
+def test_what_the_device_counts_in_int32_is_bounded(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}: expected an integer in \[1, 2147483647\], got {2**40}"):
+        EngineConfig(model="m", **{name: 2**40})

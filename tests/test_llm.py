@@ -2,6 +2,8 @@
 
 import os
 import signal
+import threading
+import time
 
 import pytest
 from engine.fakes import by_hash, check_idle, complete, greedy, make_engine, run_all, scripted
@@ -257,3 +259,52 @@ def test_e12_unknown_option_is_a_type_error() -> None:
 def test_progress_bar_counts_prompts(make_llm, capsys: pytest.CaptureFixture[str]) -> None:
     make_llm().generate([[1], [2]], greedy(3))
     assert "2/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"a": 1}, {1, 2}, b"text"])
+def test_prompts_of_another_kind_are_refused(make_llm, prompts: object) -> None:
+    llm = make_llm()
+    kind = type(prompts).__name__
+    with pytest.raises(TypeError, match=f"prompts: expected one prompt or a list of them, got {kind}"):
+        llm.generate(prompts, use_tqdm=False)
+    with pytest.raises(ValueError, match="sampling_params: expected one SamplingParams or 1 of them, got 1 items"):
+        llm.generate([[1, 2]], 5, use_tqdm=False)
+    settle(llm)
+
+
+def test_prompts_may_come_from_a_generator(make_llm) -> None:
+    outputs = make_llm().generate(([i, 2] for i in (3, 4)), greedy(3), use_tqdm=False)
+    assert [o.token_ids for o in outputs] == [alone([3, 2], greedy(3)), alone([4, 2], greedy(3))]
+
+
+@overlaps
+def test_calls_from_several_threads_take_turns(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap, max_num_seqs=3)
+    inside, most = [], []
+
+    def watch(*_: object) -> None:
+        most.append(len(inside))
+        inside.append(None)
+        time.sleep(0.001)  # another thread runs now, and would be seen inside
+        inside.pop()
+
+    llm.engine.runner.on_launch = watch
+    results: dict[int, list[list[int]]] = {}
+
+    def work(i: int) -> None:
+        if i == 0:
+            results[i] = [[t for o in llm.stream([i, 2], greedy(9)) for t in o.token_ids]]
+        else:
+            results[i] = [o.token_ids for o in llm.generate([[i, 2], [i, 3]], greedy(9), use_tqdm=False)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert set(most) == {0}
+    assert results == {0: [alone([0, 2], greedy(9))]} | {
+        i: [alone([i, 2], greedy(9)), alone([i, 3], greedy(9))] for i in (1, 2, 3)
+    }
+    llm.engine.runner.on_launch = None
+    settle(llm)

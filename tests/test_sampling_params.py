@@ -95,3 +95,11 @@ def test_stop_becomes_a_tuple(stop: object, strings: tuple[str, ...]) -> None:
 )
 def test_has_penalties(options: dict, expected: bool) -> None:
     assert SamplingParams(**options).has_penalties is expected
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan")])
+def test_numbers_beyond_float_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match=r"SamplingParams.temperature: expected a number in \[0, 10000.0\], got"):
+        SamplingParams(temperature=value)
+    with pytest.raises(ValueError, match=r"SamplingParams\.logit_bias: expected a number in"):
+        SamplingParams(logit_bias={1: value})

@@ -39,6 +39,9 @@ void paged_attention_prefill(Tensor out, Tensor q, Tensor k, Tensor v, Tensor cu
     check_last_contiguous(kOp, "block_tables", *block_tables);
   }
   if (out.numel() == 0) return;
+  // A table without entries has no address, and would be taken for packed keys below.
+  check(!paged || block_tables->numel() > 0, kOp, "block_tables", "expected at least one block, got shape ",
+        shape(paged ? *block_tables : out));
 #ifdef NV_CUDA
   check_aligned(kOp, "q", q);
   check_aligned(kOp, "k", k);

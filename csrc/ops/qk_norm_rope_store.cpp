@@ -15,8 +15,9 @@ void qk_norm_rope_store(Tensor qkv, std::optional<Tensor> q_weight, std::optiona
   check_shape(kOp, "qkv", qkv, {tokens, width});
   const DType dtype = check_activation(kOp, "qkv", qkv);
   check_last_contiguous(kOp, "qkv", qkv);
-  check(num_q_heads > 0, kOp, "num_q_heads", "expected at least 1, got ", num_q_heads);
-  check(num_kv_heads > 0, kOp, "num_kv_heads", "expected at least 1, got ", num_kv_heads);
+  // Bounded before they are added up: the sum of two large counts wraps around, to 0 at worst.
+  for (auto [arg, heads] : {std::pair{"num_q_heads", num_q_heads}, std::pair{"num_kv_heads", num_kv_heads}})
+    check(heads > 0 && heads <= INT32_MAX, kOp, arg, "expected 1 to ", INT32_MAX, ", got ", heads);
   const int64_t num_heads = num_q_heads + 2 * num_kv_heads;
   check(width.value % num_heads == 0, kOp, "qkv", "expected a width that ", num_q_heads, " + 2 * ",
         num_kv_heads, " heads divide, got ", width.value);

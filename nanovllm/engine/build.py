@@ -18,6 +18,7 @@ from nanovllm.sampling_params import SamplingParams
 logger = logging.getLogger("nanovllm")
 _DEVICE_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
 _CUDA_HEAD_DIMS = (64, 80, 96, 128, 256)
+_MAX_CPU_HEAD_DIM = 512
 _MIN_CUDA_BLOCK = 16
 _MAX_GROUP = 16
 
@@ -70,8 +71,10 @@ def check_shapes(config: EngineConfig, model: ModelConfig, device: torch.device)
             f"attention heads: expected a multiple of the {model.num_kv_heads} key-value heads, at most {_MAX_GROUP} "
             f"times as many, got {model.num_q_heads}"
         )
-    if device.type == "cpu" and model.head_dim % 8:
-        raise ValueError(f"head_dim: expected a multiple of 8 on CPU, got {model.head_dim}")
+    if device.type == "cpu" and (model.head_dim % 8 or model.head_dim > _MAX_CPU_HEAD_DIM):
+        raise ValueError(
+            f"head_dim: expected a multiple of 8, at most {_MAX_CPU_HEAD_DIM}, on CPU, got {model.head_dim}"
+        )
     if device.type == "cuda":
         if model.head_dim not in _CUDA_HEAD_DIMS:
             raise ValueError(f"head_dim: expected one of {_CUDA_HEAD_DIMS} on CUDA, got {model.head_dim}")
@@ -96,7 +99,10 @@ def eos_token_ids(generation_config: Any, tokenizer: Any, hf_config: Any) -> fro
     ids: set[int] = set()
     for holder in (generation_config, tokenizer, hf_config):
         value = getattr(holder, "eos_token_id", None)
-        ids |= set(value) if isinstance(value, (list, tuple)) else set() if value is None else {value}
+        values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+        if not all(type(token_id) is int for token_id in values):
+            raise ValueError(f"eos_token_id: expected an integer or a list of them, got {value!r}")
+        ids |= set(values)
     return frozenset(ids)
 
 
@@ -123,6 +129,8 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     check_shapes(config, model_config, device)
     tokenizer = source.load_tokenizer(where)
     generation_config = source.load_generation_config(where)
+    if config.load_format != "dummy":
+        weights.check_sizes(model_config, where)
     with device:
         model = model_class(model_config.architecture)(model_config)
     if config.load_format == "dummy":

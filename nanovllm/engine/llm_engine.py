@@ -91,7 +91,9 @@ class LLMEngine:
         overlap: bool = False,
     ) -> None:
         self.config, self.runner, self.tokenizer = config, runner, tokenizer
-        self.eos_token_ids, self.vocab_size = eos_token_ids, vocab_size
+        self.vocab_size = vocab_size
+        # Some checkpoints name ids that the model cannot produce; min_tokens would write their logits.
+        self.eos_token_ids = frozenset(t for t in eos_token_ids if vocab_size is None or 0 <= t < vocab_size)
         self.scheduler = Scheduler(config, runner.num_kvcache_blocks)
         self.requests: dict[str, Request] = {}
         self.num_requests = 0
@@ -109,9 +111,15 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, because the model has no tokenizer, got text")
-            return self.tokenizer.encode(prompt)
-        if not isinstance(prompt, (list, tuple)) or not all(type(t) is int for t in prompt):
+            token_ids = self.tokenizer.encode(prompt)
+            self._check_ids("prompt: the tokenizer does not fit the model", token_ids)
+            return token_ids
+        if not isinstance(prompt, (list, tuple)):
             raise TypeError(f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}")
+        for i, token_id in enumerate(prompt):
+            if type(token_id) is not int:
+                kind = type(token_id).__name__
+                raise TypeError(f"prompt: expected a string or a list of token ids, got a list with {kind} at [{i}]")
         self._check_ids("prompt", prompt)
         return list(prompt)
 
@@ -123,6 +131,8 @@ class LLMEngine:
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a request that can run; raises ValueError or TypeError for one that never can."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
         token_ids = self.tokenize(prompt)
         self.scheduler.check_fits(len(token_ids))
         self._check_ids("SamplingParams.stop_token_ids", params.stop_token_ids or ())

@@ -16,6 +16,7 @@ from transformers import AutoConfig
 
 from nanovllm.layers.parameter import PackedWeight
 from nanovllm.loader.gguf_file import GgufFile, GgufTensor
+from nanovllm.loader.readable import readable
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _QUANTS = (
@@ -51,7 +52,7 @@ _CHUNK = 1 << 22  # elements dequantised at once: temporaries stay in tens of me
 def _hf_name(name: str) -> str:
     """blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight; an unknown name stays as it is."""
     module, _, leaf = name.rpartition(".")
-    if module.startswith("blk."):
+    if module.startswith("blk.") and module.count(".") >= 2:
         _, layer, module = module.split(".", 2)
         return f"model.layers.{layer}.{_LAYER_MODULES[module]}.{leaf}" if module in _LAYER_MODULES else name
     return f"{_MODULES[module]}.{leaf}" if module in _MODULES else name
@@ -122,8 +123,15 @@ class GgufCheckpoint:
         is_query = ".attn_q." in name
         if self.architecture != "llama" or not (is_query or ".attn_k." in name):
             return tensor
-        heads = self._get("attention.head_count" if is_query else "attention.head_count_kv")
+        heads = self._count("attention.head_count" if is_query else "attention.head_count_kv")
         return tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+
+    def _count(self, key: str, *default: int) -> int:
+        value = self._get(key, *default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            key = f"{self.architecture}.{key}"
+            raise ValueError(f"{self.file.path}: {key}: expected an integer above 0, got {value!r}")
+        return value
 
     def _get(self, key: str, *default: Any) -> Any:
         """The metadata value of <architecture>.<key>."""
@@ -141,32 +149,35 @@ class GgufCheckpoint:
         if self._get("expert_count", 0):
             raise NotImplementedError(f"{self.file.path}: {self.architecture}.expert_count: mixtures are not supported")
         tensors, metadata = self.file.tensors, self.file.metadata
-        hidden_size, num_heads = self._get("embedding_length"), self._get("attention.head_count")
-        head_dim = self._get("attention.key_length", hidden_size // num_heads)
-        config = AutoConfig.for_model(
-            self.architecture,
-            architectures=[_ARCHITECTURES[self.architecture]],
-            vocab_size=tensors["token_embd.weight"].shape[0],
-            num_hidden_layers=self._get("block_count"),
-            hidden_size=hidden_size,
-            intermediate_size=self._get("feed_forward_length"),
-            num_attention_heads=num_heads,
-            num_key_value_heads=self._get("attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            max_position_embeddings=self._get("context_length"),
-            rms_norm_eps=self._get("attention.layer_norm_rms_epsilon"),
-            rope_theta=self._get("rope.freq_base", 10000.0),  # the default of the format
-            rope_scaling=self._rope_scaling(),
-            partial_rotary_factor=self._get("rope.dimension_count", head_dim) / head_dim,
-            attention_bias=self.architecture != "qwen2" and "blk.0.attn_q.bias" in tensors,
-            mlp_bias="blk.0.ffn_gate.bias" in tensors,
-            tie_word_embeddings="output.weight" not in tensors,
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-            eos_token_id=metadata.get("tokenizer.ggml.eos_token_id"),
-            sliding_window=self._get("attention.sliding_window", 0) or None,
-            use_sliding_window=bool(self._get("attention.sliding_window", 0)),
-            dtype=_PLAIN_DTYPES.get(tensors["token_embd.weight"].quant.name),
-        )
+        hidden_size, num_heads = self._count("embedding_length"), self._count("attention.head_count")
+        head_dim = self._count("attention.key_length", hidden_size // num_heads)
+        if "token_embd.weight" not in tensors:
+            raise ValueError(f"{self.file.path}: expected the tensor token_embd.weight, got none")
+        fields = {
+            "architectures": [_ARCHITECTURES[self.architecture]],
+            "vocab_size": tensors["token_embd.weight"].shape[0],
+            "num_hidden_layers": self._count("block_count"),
+            "hidden_size": hidden_size,
+            "intermediate_size": self._count("feed_forward_length"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self._count("attention.head_count_kv", num_heads),
+            "head_dim": head_dim,
+            "max_position_embeddings": self._count("context_length"),
+            "rms_norm_eps": self._get("attention.layer_norm_rms_epsilon"),
+            "rope_theta": self._get("rope.freq_base", 10000.0),  # the default of the format
+            "rope_scaling": self._rope_scaling(),
+            "partial_rotary_factor": self._count("rope.dimension_count", head_dim) / head_dim,
+            "attention_bias": self.architecture != "qwen2" and "blk.0.attn_q.bias" in tensors,
+            "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+            "tie_word_embeddings": "output.weight" not in tensors,
+            "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
+            "sliding_window": self._get("attention.sliding_window", 0) or None,
+            "use_sliding_window": bool(self._get("attention.sliding_window", 0)),
+            "dtype": _PLAIN_DTYPES.get(tensors["token_embd.weight"].quant.name),
+        }
+        with readable(self.file.path):
+            config = AutoConfig.for_model(self.architecture, **fields)
         if _ROPE_FREQS in tensors:
             divisors = self._dequantized(_ROPE_FREQS, tensors[_ROPE_FREQS], torch.float32)
             config.rope_freq_divisors = divisors.tolist()

@@ -6,6 +6,7 @@ one steps over them.
 Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _NUMBERS = {
     GGUFValueType.FLOAT64: np.dtype("<f8"),
 }
 _VERSIONS = (2, 3)
+_MAX_DIMS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +75,22 @@ class GgufFile:
                 self.metadata[key] = value
         infos = [self._tensor_info(cursor) for _ in range(num_tensors)]
         alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment: expected an integer above 0, got {alignment}")
         start = -(-cursor.position // alignment) * alignment
         for name, shape, quant, offset in infos:
             block, block_bytes = GGML_QUANT_SIZES[quant]
-            num_bytes = int(np.prod(shape)) // block * block_bytes
+            if shape[-1] < 1 or shape[-1] % block:
+                raise ValueError(f"{name}: expected rows of a multiple of {block} values, got shape {list(shape)}")
+            num_bytes = math.prod(shape) // block * block_bytes
             self.tensors[name] = GgufTensor(shape, quant, start + offset, num_bytes)
 
     @staticmethod
     def _tensor_info(cursor: "_Cursor") -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
         name = cursor.string()
         (num_dims,) = cursor.unpack("<I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise ValueError(f"{name}: expected 1 to {_MAX_DIMS} dimensions, got {num_dims}")
         shape = cursor.unpack(f"<{num_dims}Q")[::-1]  # stored with the contiguous dimension first
         quant, offset = cursor.unpack("<IQ")
         return name, shape, GGMLQuantizationType(quant), offset
@@ -103,6 +111,8 @@ class _Cursor:
     def skip_string(self) -> None:
         (length,) = struct.unpack_from("<Q", self.data, self.position)
         self.position += 8 + length
+        if self.position > len(self.data):
+            raise ValueError(f"a string of {length} bytes ends behind the file")
 
     def string(self) -> str:
         start = self.position + 8
@@ -110,7 +120,7 @@ class _Cursor:
         return self.data[start : self.position].decode()
 
     def value(self, kind: GGUFValueType) -> Any:
-        """The value at the cursor; None, and stepped over, for an array of strings or arrays."""
+        """The value at the cursor; None, and stepped over, for an array of strings."""
         if kind == GGUFValueType.STRING:
             return self.string()
         if kind == GGUFValueType.ARRAY:
@@ -121,12 +131,13 @@ class _Cursor:
     def array(self, kind: GGUFValueType, length: int) -> np.ndarray | None:
         if kind in _NUMBERS:
             dtype = _NUMBERS[kind]
-            raw = self.data[self.position : self.position + length * dtype.itemsize]
-            self.position += len(raw)
+            end = self.position + length * dtype.itemsize
+            if end > len(self.data):
+                raise ValueError(f"an array of {length} numbers ends behind the file")
+            raw, self.position = self.data[self.position : end], end
             return np.frombuffer(raw, dtype, length)
         for _ in range(length):
-            if kind == GGUFValueType.STRING:
-                self.skip_string()
-            else:
-                self.value(kind)
+            if kind != GGUFValueType.STRING:  # nobody writes arrays of arrays, which could nest without end
+                raise ValueError(f"expected an array of numbers or strings, got one of {kind.name}")
+            self.skip_string()
         return None

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 
 from nanovllm.loader.gguf import GgufCheckpoint
 from nanovllm.loader.gguf_tokenizer import load_gguf_tokenizer
+from nanovllm.loader.readable import readable
 from nanovllm.models.registry import check_architecture
 
 _ACCEPTED = "a directory with config.json, a .gguf file, or a Hugging Face hub id like org/name"
@@ -76,25 +77,32 @@ def load_hf_config(source: ModelSource) -> Any:
     """
     if source.kind == "gguf":
         return GgufCheckpoint(source.path).hf_config()
-    raw = json.loads((source.path / "config.json").read_text())
-    check_architecture(raw.get("architectures"))
-    return AutoConfig.from_pretrained(source.path)
+    path = source.path / "config.json"
+    with readable(path):
+        architectures = dict(json.loads(path.read_text())).get("architectures")
+    check_architecture(architectures)
+    with readable(path):
+        return AutoConfig.from_pretrained(source.path)
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
     """The model's tokenizer with its chat template, which a GGUF file carries inside; None for a directory that has
     no tokenizer files (transformers would make an empty one)."""
     if source.kind == "gguf":
-        return load_gguf_tokenizer(source.path)
+        with readable(source.path):
+            return load_gguf_tokenizer(source.path)
     if not any((source.path / name).is_file() for name in _TOKENIZER_FILES):
         return None
-    return AutoTokenizer.from_pretrained(source.path)
+    with readable(source.path):
+        return AutoTokenizer.from_pretrained(source.path)
 
 
 def load_generation_config(source: ModelSource) -> GenerationConfig | None:
     """End-of-sequence ids and sampling defaults; None for a directory without generation_config.json."""
     if source.kind == "gguf":
         return GenerationConfig(eos_token_id=GgufCheckpoint(source.path).eos_token_ids())
-    if not (source.path / "generation_config.json").is_file():
+    path = source.path / "generation_config.json"
+    if not path.is_file():
         return None
-    return GenerationConfig.from_pretrained(source.path)
+    with readable(path):
+        return GenerationConfig.from_pretrained(source.path)

@@ -11,9 +11,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from nanovllm.loader.gguf import GgufCheckpoint
+from nanovllm.loader.readable import readable
 from nanovllm.loader.source import ModelSource
+from nanovllm.models.config import ModelConfig
 
 _NAMES_SHOWN = 5
+_DTYPES = ("F64", "F32", "F16", "BF16")  # integers and fp8 are quantised: they mean nothing without a scale
 
 
 class Checkpoint(Protocol):
@@ -39,9 +42,13 @@ class SafetensorsCheckpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {}
         for file in self.files:
-            with safe_open(file, framework="pt") as tensors:
-                names = tensors.offset_keys()
-                shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+            with readable(file), safe_open(file, framework="pt") as tensors:
+                slices = {name: tensors.get_slice(name) for name in tensors.offset_keys()}
+                dtypes = {name: entry.get_dtype() for name, entry in slices.items()}
+                shapes |= {name: tuple(entry.get_shape()) for name, entry in slices.items()}
+            for name, dtype in dtypes.items():
+                if dtype not in _DTYPES and not _may_be_extra(name):
+                    raise ValueError(f"{file}: {name}: expected a dtype of {', '.join(_DTYPES)}, got {dtype}")
         return shapes
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -57,8 +64,9 @@ class SafetensorsCheckpoint:
 def _safetensors_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        files = [path / name for name in names]
+        with readable(index):
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            files = [path / name for name in names]
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ValueError(f"{path}: expected every shard of {index.name}, missing {_listed(missing)}")
@@ -81,6 +89,32 @@ class _Target:
     shape: tuple[int, ...]
 
 
+def _checkpoint(source: ModelSource) -> GgufCheckpoint | SafetensorsCheckpoint:
+    return GgufCheckpoint(source.path) if source.kind == "gguf" else SafetensorsCheckpoint(source.path)
+
+
+def check_sizes(config: ModelConfig, source: ModelSource) -> None:
+    """Refuses a config that is larger than its checkpoint can be, before a model of those sizes takes memory.
+
+    Raises:
+        ValueError: more layers than tensors, or a size above the largest dimension of all tensors.
+    """
+    shapes = _checkpoint(source).shapes()
+    largest = max((size for shape in shapes.values() for size in shape), default=0)
+    limits = {
+        "num_layers": (len(shapes), "tensors"),
+        "hidden_size": (largest, "rows or columns"),
+        "intermediate_size": (largest, "rows or columns"),
+        "vocab_size": (largest, "rows or columns"),
+    }
+    for name, (limit, unit) in limits.items():
+        if getattr(config, name) > limit:
+            raise ValueError(
+                f"{source.path}: {name}: expected at most {limit}, the {unit} of the checkpoint, "
+                f"got {getattr(config, name)}"
+            )
+
+
 def load_weights(model: nn.Module, source: ModelSource) -> None:
     """Fill every parameter of `model` from its checkpoint, converted to the parameter's dtype and device.
 
@@ -91,7 +125,7 @@ def load_weights(model: nn.Module, source: ModelSource) -> None:
         ValueError: tensors that are missing, unexpected or misshapen (first names and counts, all in one
             text), a shard that is missing, or a format that is not supported.
     """
-    checkpoint = GgufCheckpoint(source.path) if source.kind == "gguf" else SafetensorsCheckpoint(source.path)
+    checkpoint = _checkpoint(source)
     targets = _targets(model)
     _check_complete(checkpoint.shapes(), targets, source.path)
     dtype = next(model.parameters()).dtype

@@ -14,6 +14,7 @@ from nanovllm.models.registry import check_architecture
 
 DEFAULT_DTYPE = torch.bfloat16  # of a checkpoint that names none
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+_MAX_SIZE = 2**31 - 1
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -75,31 +76,31 @@ class ModelConfig:
         _check_activation(hf_config)
         _check_no_sliding_window(hf_config)
         hidden_size, num_q_heads = (
-            _required(hf_config, "hidden_size"),
-            _required(hf_config, "num_attention_heads"),
+            _size(hf_config, "hidden_size"),
+            _size(hf_config, "num_attention_heads"),
         )
-        num_kv_heads = getattr(hf_config, "num_key_value_heads", None) or num_q_heads
+        num_kv_heads = _size(hf_config, "num_key_value_heads", num_q_heads)
         if num_q_heads % num_kv_heads:
             raise ValueError(
                 f"num_key_value_heads: expected a divisor of num_attention_heads={num_q_heads}, got {num_kv_heads}"
             )
-        head_dim = getattr(hf_config, "head_dim", None) or hidden_size // num_q_heads
+        head_dim = _size(hf_config, "head_dim", hidden_size // num_q_heads)
         rope = _rope_parameters(hf_config)
-        scaling = _rope_scaling(rope, _required(hf_config, "max_position_embeddings"))
+        scaling = _rope_scaling(rope, _size(hf_config, "max_position_embeddings"))
         attention_bias = bool(getattr(hf_config, "attention_bias", False))
         is_qwen2 = architecture == "Qwen2ForCausalLM"  # q, k, v biased, o not; config.json does not say so
         return cls(
             architecture=architecture,
-            num_layers=_required(hf_config, "num_hidden_layers"),
+            num_layers=_size(hf_config, "num_hidden_layers"),
             hidden_size=hidden_size,
-            intermediate_size=_required(hf_config, "intermediate_size"),
+            intermediate_size=_size(hf_config, "intermediate_size"),
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            vocab_size=_required(hf_config, "vocab_size"),
+            vocab_size=_size(hf_config, "vocab_size"),
             max_position_embeddings=_max_positions(hf_config, scaling),
-            rms_norm_eps=_required(hf_config, "rms_norm_eps"),
-            rope_theta=float(rope["rope_theta"]),
+            rms_norm_eps=_positive("rms_norm_eps", _required(hf_config, "rms_norm_eps")),
+            rope_theta=_positive("rope_theta", rope["rope_theta"]),
             rope_scaling=scaling,
             rotary_dim=int(head_dim * (rope.get("partial_rotary_factor") or 1.0)),
             qkv_bias=attention_bias or is_qwen2,
@@ -116,6 +117,20 @@ def _required(hf_config: Any, name: str) -> Any:
     if value is None:
         raise ValueError(f"{name}: expected a value in the model's config, got none")
     return value
+
+
+def _size(hf_config: Any, name: str, default: int | None = None) -> int:
+    """A count of the config; 0 and None take the default where there is one, as transformers has them."""
+    value = _required(hf_config, name) if default is None else getattr(hf_config, name, None) or default
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _MAX_SIZE:
+        raise ValueError(f"{name}: expected an integer in [1, {_MAX_SIZE}], got {value!r}")
+    return value
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
+    return float(value)
 
 
 def _check_unquantized(hf_config: Any) -> None:
@@ -209,7 +224,7 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
 
 def _max_positions(hf_config: Any, scaling: RopeScaling) -> int:
     """YaRN checkpoints may give the length before scaling here; the model reaches factor times that."""
-    positions = _required(hf_config, "max_position_embeddings")
+    positions = _size(hf_config, "max_position_embeddings")
     if scaling.rope_type == "yarn":
         return max(positions, int(scaling.original_max_position_embeddings * scaling.factor))
     return positions

@@ -23,8 +23,9 @@ def check_architecture(architectures: list[str] | None) -> str:
     supported = ", ".join(_MODULES)
     if not architectures:
         raise ValueError(f"architectures: expected one of {supported}, got none: config.json does not name one")
-    if architectures[0] not in _MODULES:
-        raise ValueError(f"architectures: expected one of {supported}, got {architectures[0]}")
+    first = architectures[0] if isinstance(architectures, list) else architectures
+    if not isinstance(architectures, list) or first not in list(_MODULES):
+        raise ValueError(f"architectures: expected one of {supported}, got {first}")
     return architectures[0]
 
 

@@ -225,3 +225,27 @@ def test_abort_ends_all_completions(overlap: bool) -> None:
     output = engine.output(request)
     assert output.finished and {c.finish_reason for c in output.outputs} == {"abort"}
     assert all(c.token_ids for c in output.outputs) and output.latency is not None
+
+
+def test_text_beyond_the_vocabulary_is_refused() -> None:
+    """A tokenizer may know more tokens than the model; their ids would read behind the embedding."""
+    engine = make_engine(64, scripted(8), tokenizer=byte_tokenizer(), vocab_size=4)
+    largest = max(byte_tokenizer().encode("z"))
+    with pytest.raises(ValueError, match=rf"the tokenizer does not fit the model: expected .* \[0, 4\), got {largest}"):
+        engine.add_request("z", greedy(1))
+    assert not engine.has_work and not engine.requests
+
+
+def test_eos_ids_beyond_the_vocabulary_are_left_out() -> None:
+    assert make_engine(16, scripted(8), eos=(3, 10, -1, 2**40), vocab_size=10).eos_token_ids == {3}
+    build = pytest.importorskip("nanovllm.engine.build", reason="needs torch and the model configs")
+    for bad in ("x", 1.5, [True]):
+        with pytest.raises(ValueError, match="eos_token_id: expected an integer or a list of them, got "):
+            build.eos_token_ids(SimpleNamespace(eos_token_id=bad), None, None)
+
+
+def test_what_is_no_token_id_is_named() -> None:
+    engine = make_engine(16, scripted(8), vocab_size=10)
+    for prompt, kind, i in (([1, 2.0], "float", 1), ([True], "bool", 0), ([1, [2]], "list", 1)):
+        with pytest.raises(TypeError, match=rf"a list with {kind} at \[{i}\]"):
+            engine.add_request(prompt, greedy(1))

@@ -277,3 +277,25 @@ def test_begin_of_text_is_added_when_the_file_says_so(tmp_path):
 def test_real_model_loads_within_its_own_memory_and_one_tensor():
     memory = load_memory(REAL_MODEL)
     assert memory.growth < memory.model + memory.largest + 150e6, memory
+
+
+def test_damaged_headers_are_value_errors(tmp_path):
+    """Every cut and many overwritten fields: a ValueError or a valid file, and nothing else."""
+    path = tmp_path / "x.gguf"
+    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    write_model(path, tiny_model("LlamaForCausalLM", **small), GGMLQuantizationType.Q8_0)
+    raw = path.read_bytes()
+    header = min(tensor.offset for tensor in GgufFile(path).tensors.values())
+    damaged = [raw[:end] for end in range(0, header, 7)]
+    for value in (0, 1, 9, 2**31, 2**63 - 1, 2**64 - 1):
+        damaged += [raw[:i] + struct.pack("<Q", value) + raw[i + 8 :] for i in range(8, header - 8, 5)]
+    num_refused = 0
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            GgufCheckpoint(path).hf_config()
+        except ValueError:
+            num_refused += 1
+        except NotImplementedError:
+            pass
+    assert num_refused > len(damaged) // 2

@@ -77,3 +77,24 @@ def test_generation_config_is_optional(tmp_path):
     assert load_generation_config(resolve(tmp_path)) is None
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 5]}))
     assert load_generation_config(resolve(tmp_path)).eos_token_id == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("config.json", "{", r"config\.json: could not be read: JSONDecodeError"),
+        ("config.json", "5", r"config\.json: could not be read: TypeError"),
+        ("config.json", '{"architectures": "LlamaForCausalLM"}', "architectures: expected one of .*, got Llama"),
+        ("config.json", '{"architectures": [[]]}', r"architectures: expected one of .*, got \[\]"),
+        ("generation_config.json", "{", r"generation_config\.json: could not be read: "),
+        ("tokenizer.json", "{}", "could not be read: "),
+    ],
+)
+def test_damaged_json_is_named(tmp_path, name, text, message):
+    save_tiny(tmp_path, "LlamaForCausalLM")
+    (tmp_path / name).write_text(text)
+    found = resolve(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_hf_config(found)
+        load_generation_config(found)
+        source.load_tokenizer(found)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from nanovllm.loader.dummy import fill_dummy
 from nanovllm.loader.source import load_hf_config, resolve
-from nanovllm.loader.weights import load_weights
+from nanovllm.loader.weights import check_sizes, load_weights
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.registry import model_class
@@ -203,3 +203,38 @@ def test_peak_memory_is_the_model_and_one_tensor(tmp_path):
     shutil.rmtree(tmp_path)
     assert memory.model > 350e6
     assert memory.growth < memory.model + memory.largest + 60e6, memory
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
+def test_quantised_tensors_are_refused(tmp_path, dtype):
+    save_tiny(tmp_path, "LlamaForCausalLM")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight: expected a dtype of F64, F32, F16, BF16, got "):
+        load(tmp_path)
+
+
+def test_damaged_safetensors_are_named(tmp_path):
+    save_tiny(tmp_path, "LlamaForCausalLM")
+    file = tmp_path / "model.safetensors"
+    raw = file.read_bytes()
+    for damaged in (b"", raw[:5], raw[:100], raw[:-1], b"\xff" * 8 + raw[8:], raw[:8] + b"[" + raw[9:]):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors: could not be read: SafetensorError"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "intermediate_size", "vocab_size"])
+def test_a_config_larger_than_its_checkpoint_is_refused_before_it_is_built(tmp_path, name):
+    save_tiny(tmp_path, "LlamaForCausalLM")
+    found = resolve(tmp_path)
+    config = ModelConfig.from_hf(load_hf_config(found))
+    check_sizes(config, found)
+    limit = 30 if name == "num_layers" else 256  # 3 + 3 * 9 tensors; 4 heads of 64
+    check_sizes(dataclasses.replace(config, **{name: limit}), found)
+    with pytest.raises(
+        ValueError, match=f"{name}: expected at most {limit}, the .* of the checkpoint, got {limit + 1}"
+    ):
+        check_sizes(dataclasses.replace(config, **{name: limit + 1}), found)

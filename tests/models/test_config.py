@@ -184,3 +184,12 @@ def test_import_loads_no_compiled_extension():
     )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(loaded) == []
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 1.5, True, "3", []])
+@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size"])
+def test_a_size_is_a_positive_int32(name, value):
+    config = tiny_config("LlamaForCausalLM")
+    object.__setattr__(config, name, value)
+    with pytest.raises(ValueError, match=rf"{name}: expected an integer in \[1, 2147483647\], got "):
+        ModelConfig.from_hf(config)

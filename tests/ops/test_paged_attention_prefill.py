@@ -137,6 +137,7 @@ def test_errors() -> None:
             "context_lens: expected 0 to 80 (5 blocks of 16), got 100 at [1]",
         ),
         ({5: lens - 18}, "context_lens: expected at least 3 (queries of the sequence) at [0], got 2"),
+        ({6: kv.block_tables[:, :0], 5: lens * 0 + 3}, "block_tables: expected at least one block, got shape [2, 0]"),
         ({4: cu + 1}, "cu_seqlens_q: expected 0 at [0], got 1"),
         ({4: torch.tensor([0, 10, 3]).int()}, "cu_seqlens_q: expected 10 to 43 (num_tokens) at [2], got 3"),
         ({4: cu[:2]}, "cu_seqlens_q: expected size 3 in dimension 0, got 2"),

@@ -162,8 +162,9 @@ def test_errors() -> None:
     qkv, k_cache = good[0], good[5]
     cases = [
         ({0: qkv[:, 1:]}, "qkv: expected a width that 4 + 2 * 2 heads divide, got 511"),
-        ({10: 0}, "num_q_heads: expected at least 1, got 0"),
-        ({11: -1}, "num_kv_heads: expected at least 1, got -1"),
+        ({10: 0}, "num_q_heads: expected 1 to 2147483647, got 0"),
+        ({10: 2**62, 11: 2**62 + 2**61}, f"num_q_heads: expected 1 to 2147483647, got {2**62}"),  # their sum is 0
+        ({11: -1}, "num_kv_heads: expected 1 to 2147483647, got -1"),
         ({1: torch.ones(32)}, "q_weight: expected head_dim = 64 (from qkv) in dimension 0, got 32"),
         ({2: torch.ones(64).bfloat16()}, "k_weight: expected dtype float32, got bfloat16"),
         ({3: torch.zeros(8, 66)}, "cos_sin: expected an even rotary_dim of at most head_dim = 64, got 66"),

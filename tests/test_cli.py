@@ -110,7 +110,8 @@ def test_help_loads_nothing_heavy() -> None:
     "line, status, message",
     [
         (["generate"], 2, "the following arguments are required: MODEL"),
-        (["generate", "m", "--top-q", "1"], 2, "unrecognized arguments: --top-q 1"),
+        (["generate", "m", "--top-q", "1"], 2, "unrecognized arguments: --top-q 1 (try `nanovllm generate --help`)"),
+        (["bench", "latency", "m", "--top-q"], 2, "--top-q (try `nanovllm bench latency --help`)"),
         (["frobnicate"], 2, "invalid choice: 'frobnicate'"),
         (["generate", "m", "--max-model-len", "x"], 2, "argument --max-model-len: invalid int value: 'x'"),
         (["generate", "m", "--device", "tpu"], 1, "device: expected one of auto, cuda, cpu, got 'tpu'"),

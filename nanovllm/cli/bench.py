@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (throughput, latency):
         kind.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
         add_engine_flags(kind)
+        kind.set_defaults(parser=kind)
 
 
 def run(args: argparse.Namespace) -> int:

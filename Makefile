@@ -18,6 +18,7 @@ CUDA_ARCHS := 8.0 8.6 8.9 9.0a 10.0 12.0
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.built $(MODEL)
+	@echo 'nanovllm chat $(MODEL) --once "What is the capital of France?" --temperature 0'
 	@$(VENV)/bin/nanovllm chat $(MODEL) --once "What is the capital of France?" --temperature 0
 
 test: $(VENV)/.built $(VENV)/.test $(MODEL)
@@ -59,7 +60,7 @@ $(VENV)/.torch: | $(VENV)/.venv
 # The first build goes through pip, as a user's does; a later one compiles what changed. Both are quiet unless they fail.
 $(VENV)/.built: setup.py pyproject.toml $(SOURCES) | $(VENV)/.torch
 	@if [ ! -e $@ ] || [ pyproject.toml -nt $@ ]; then \
-	  echo '$(PIP) install -q --no-build-isolation -e .'; \
+	  echo '$(PIP) install -q --no-build-isolation -e .   # compiles: some minutes'; \
 	  PYTHONWARNINGS=ignore $(PIP) install -q --no-build-isolation -e .; \
 	else \
 	  echo '$(PY) setup.py -q build_ext --inplace'; \

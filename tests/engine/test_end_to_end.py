@@ -15,6 +15,15 @@ from tests.tiny import save_tiny, tiny_model
 NUM_PROMPTS, VOCAB, MAX_TOKENS = 64, 199, 20
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The models are tiny: on a busy machine two threads wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @dataclass(frozen=True)
 class Model:
     architecture: str

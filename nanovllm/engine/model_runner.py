@@ -28,13 +28,12 @@ _GRAPH_MARGIN = 4 << 20  # bytes a captured graph may take beyond the shared poo
 
 @dataclass(slots=True)
 class StepHandle:
-    """A launched step: what it computes, and where its results will be.
+    """Where the results of a launched step will be.
 
     token_ids: [>= num_sampled] int64 on the host, written by the device; index: where batch.sampled is in it, None for
     its first places. event: when it is written; None: at once.
     """
 
-    batch: Batch
     token_ids: Tensor
     index: np.ndarray | None = None
     event: torch.cuda.Event | None = None
@@ -44,9 +43,8 @@ class StepHandle:
 class ModelRunner:
     """Owns the model, the KV cache and the per-row tables of one device.
 
-    A running sequence has a row in the tables: its block table and sampling parameters on the host, its last sampled
-    token on the device, from where the next step takes it. So a step can be launched before the step before it was
-    collected.
+    A running sequence has a row in the row table, with its last sampled token on the device, from where the next step
+    takes it. So a step can be launched before the step before it was collected.
 
     Args:
         model: forward(input_ids [T] i64, positions [T] i64) -> hidden [T, H]; compute_logits(hidden) -> [rows, vocab].
@@ -174,7 +172,7 @@ class ModelRunner:
         size = self.graphs.bucket(batch) if self.graphs is not None else None
         if size is not None:
             token_ids, index = self.graphs.launch(batch, size)
-            return self._handle(batch, token_ids, index)
+            return self._handle(token_ids, index)
         return self._launch_eagerly(batch)
 
     def _launch_eagerly(self, batch: Batch) -> StepHandle:
@@ -230,20 +228,18 @@ class ModelRunner:
             self.rows.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
             if is_special:
                 logprobs = self._logprobs(raw, token_ids, sampled)
-        return self._handle(batch, token_ids, None, logprobs)
+        return self._handle(token_ids, None, logprobs)
 
-    def _handle(
-        self, batch: Batch, token_ids: Tensor, index: np.ndarray | None, logprobs: Logprobs | None = None
-    ) -> StepHandle:
+    def _handle(self, token_ids: Tensor, index: np.ndarray | None, logprobs: Logprobs | None = None) -> StepHandle:
         """Starts the copy of the token ids to the host."""
         if self.device.type == "cpu":
-            return StepHandle(batch, token_ids, index, None, logprobs)
+            return StepHandle(token_ids, index, None, logprobs)
         self._turn ^= 1
         host = self._host_token_ids[self._turn][: len(token_ids)]
         host.copy_(token_ids, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        return StepHandle(batch, host, index, event, logprobs)
+        return StepHandle(host, index, event, logprobs)
 
     def collect(self, handle: StepHandle) -> tuple[list[int], dict[int, dict[int, Logprob]]]:
         """Waits for a step: its token ids, and logprobs by index among them for the rows that want any."""

@@ -143,7 +143,8 @@ NV_MULTIVERSION void attend_bf16(const Params& p, const Block& b, Scratch& s) { 
 /// The lengths fit each other, and the sizes of the tensors.
 void check_lengths(const Params& p) {
   constexpr auto kOp = "paged_attention_prefill";
-  ops::check(p.cu_seqlens_q[0] == 0, kOp, "cu_seqlens_q", "expected 0 at [0], got ", p.cu_seqlens_q[0]);
+  ops::check(p.cu_seqlens_q[0] >= 0, kOp, "cu_seqlens_q", "expected 0 or more at [0], got ",
+             p.cu_seqlens_q[0]);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t q_len = static_cast<int64_t>(p.cu_seqlens_q[b + 1]) - p.cu_seqlens_q[b];
     ops::check(q_len >= 0 && p.cu_seqlens_q[b + 1] <= p.num_tokens, kOp, "cu_seqlens_q", "expected ",

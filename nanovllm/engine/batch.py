@@ -25,6 +25,7 @@ class Batch:
         decodes: sequences whose next token is computed.
         decode_ends: context length of each in this step (its position + 1).
         chunks: the prefill work.
+        moves: (from, to) of running sequences that change rows before this step; the rows are distinct.
         preempted: sequences that lost their blocks to this step's decodes.
         finished: sequences that ended while scheduling (the pool cannot hold their next token).
     """
@@ -32,6 +33,7 @@ class Batch:
     decodes: list[Sequence] = field(default_factory=list)
     decode_ends: list[int] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
+    moves: list[tuple[int, int]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
 

@@ -13,7 +13,8 @@ class Context:
     """Batch metadata of one forward over T rows (tokens): D one-token decodes, then P packed prefill chunks.
 
     Row r < num_decode is the newest token of decode sequence r; rows num_decode.. are the chunks of the P
-    prefill sequences, one after the other. A block table lists a sequence's cache blocks in logical order:
+    prefill sequences, one after the other. (A CUDA graph has room for num_decode decodes; where fewer run, chunks
+    begin earlier, and their rows have a decode context of 0.) A block table lists a sequence's cache blocks in logical order:
     position p is in block table[p // block_size], at offset p % block_size. Unused entries are -1, never
     read.
     """
@@ -32,7 +33,7 @@ class Context:
     workspace: Tensor
     """float32: scratch of ops.paged_attention_decode."""
     cu_seqlens_q: Tensor
-    """[P + 1] int32: chunk i is the rows num_decode + [cu_seqlens_q[i], cu_seqlens_q[i + 1])."""
+    """[P + 1] int32: chunk i is the rows first_prefill_row + [cu_seqlens_q[i], cu_seqlens_q[i + 1])."""
     cu_seqlens_k: Tensor
     """[P + 1] int32: running sum of context_lens from 0."""
     context_lens: Tensor
@@ -41,7 +42,9 @@ class Context:
     """[P, M] int32: row i is the block table of prefill sequence i; None when no chunk has cached tokens
     before it, so that attention reads the packed keys and values of this forward."""
     max_seqlen_q: int
-    """The longest chunk, in tokens; 0 without prefill."""
+    """At least the tokens of the longest chunk; 0 without prefill."""
+    first_prefill_row: int | None = None
+    """Where cu_seqlens_q counts from; None: num_decode."""
 
 
 _local = threading.local()  # engines in different threads do not see each other's context

@@ -16,8 +16,8 @@ from nanovllm.engine.context import Context, set_context
 from nanovllm.engine.kv_cache import block_bytes, num_blocks_in_bytes, num_blocks_on_gpu
 from nanovllm.engine.row_table import Arrays, RowTable
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.staging import StagingBuffer
-from nanovllm.engine.step_graphs import DecodeGraphs
+from nanovllm.engine.staging import FixedInputs, StagingBuffer
+from nanovllm.engine.step_graphs import DecodeGraphs, MixedGraphs, StepGraphs
 from nanovllm.layers.logits import Logprobs, process_row
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import Logprob
@@ -68,7 +68,9 @@ class ModelRunner:
             torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3)
         )
         pin = device.type == "cuda"
-        self._host_token_ids = [torch.empty(rows, dtype=torch.int64, pin_memory=pin) for _ in range(2)]  # take turns
+        # Results of steps take turns: with one step in flight the ones before may still be read.
+        self._host_token_ids = [torch.empty(rows, dtype=torch.int64, pin_memory=pin) for _ in range(2)]
+        self._events = [torch.cuda.Event() for _ in range(2)] if pin else []
         self._turn = 0
         heads = (model_config.num_q_heads, model_config.num_kv_heads, model_config.head_dim)
         self.plan = torch.empty(ops.decode_plan_numel(rows, device), dtype=torch.int32, device=device)
@@ -76,7 +78,10 @@ class ModelRunner:
         self.workspace = torch.zeros(numel, dtype=torch.float32, device=device)
         self.allocate_kv_cache(0)
         self.warmup_model()
-        self.graphs = DecodeGraphs(self) if device.type == "cuda" and not config.enforce_eager else None
+        self.graphs: list[StepGraphs] = []
+        if device.type == "cuda" and not config.enforce_eager:
+            self.inputs = FixedInputs(64 * rows + (1 << 16), device)
+            self.graphs = self._make_graphs()
         self.num_kvcache_blocks = self._num_kvcache_blocks()
         self.allocate_kv_cache(self.num_kvcache_blocks)
         self.capture_cudagraph()
@@ -142,23 +147,28 @@ class ModelRunner:
         token_ids = torch.empty(num_sampled, dtype=torch.int64, device=self.device)
         self.sample(token_ids, logits, {n: t[:num_sampled] for n, t in self.rows.params.items()}, token_ids)
 
+    def _make_graphs(self) -> list[StepGraphs]:
+        pool = torch.cuda.graph_pool_handle()
+        return [DecodeGraphs(self, pool), MixedGraphs(self, pool)]
+
     def _graph_bytes(self) -> int:
         """Memory that the graphs will take: that of the largest, captured for once without pages, and a margin."""
-        if self.graphs is None:
+        if not self.graphs:
             return 0
         torch.cuda.empty_cache()
         before = torch.cuda.mem_get_info(self.device)[0]
-        trial = DecodeGraphs(self)
-        trial.capture(trial.buckets[-1:])
+        trial = self._make_graphs()
+        for graphs in trial:
+            graphs.capture(graphs.buckets[-1:])
         used = before - torch.cuda.mem_get_info(self.device)[0]
-        del trial
+        del trial, graphs
         torch.cuda.empty_cache()
-        return int(1.1 * used) + len(self.graphs.buckets) * _GRAPH_MARGIN
+        return int(1.1 * used) + sum(len(g.buckets) for g in self.graphs) * _GRAPH_MARGIN
 
     def capture_cudagraph(self) -> None:
-        """Captures the decode steps of every batch bucket; nothing on CPU or with enforce_eager."""
-        if self.graphs is not None:
-            self.graphs.capture()
+        """Captures the steps of every bucket; nothing on CPU or with enforce_eager."""
+        for graphs in self.graphs:
+            graphs.capture()
 
     # One step
 
@@ -169,16 +179,19 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle:
         """Enqueues a step; its token ids are on the device for the next launch at once, for the host after collect."""
-        size = self.graphs.bucket(batch) if self.graphs is not None else None
-        if size is not None:
-            token_ids, index = self.graphs.launch(batch, size)
-            return self._handle(token_ids, index)
-        return self._launch_eagerly(batch)
-
-    def _launch_eagerly(self, batch: Batch) -> StepHandle:
         seqs = batch.decodes + [c.seq for c in batch.chunks]
-        changes = self.rows.changes(seqs)
+        changes = self.rows.changes(seqs, batch.moves)
         rows = np.fromiter((s.row for s in seqs), np.int64, len(seqs))
+        if not self.rows.is_special[rows].any():
+            for graphs in self.graphs:
+                bucket = graphs.find(batch, rows)
+                if bucket is not None:
+                    if changes:
+                        self.rows.apply(self.staging.send(changes))
+                    return self._handle(*graphs.launch(bucket, batch, rows))
+        return self._launch_eagerly(batch, rows, changes)
+
+    def _launch_eagerly(self, batch: Batch, rows: np.ndarray, changes: Arrays) -> StepHandle:
         num_decode = len(batch.decodes)
         arrays = self.prepare_decode(batch.decode_ends)
         arrays |= self.prepare_prefill(batch.chunks)
@@ -195,10 +208,11 @@ class ModelRunner:
         input_ids, positions, slots = (x[:num_tokens] for x in (self.input_ids, self.positions, self.slots))
         if num_decode:
             torch.index_select(self.rows.last_token_ids, 0, t["rows"][:num_decode], out=input_ids[:num_decode])
-            ops.decode_plan(self.plan, t["decode_context_lens"], self.model_config.num_kv_heads, self.block_size)
         if batch.chunks:
             input_ids[num_decode:] = t["input_ids"]
         block_tables = self.prepare_block_tables(t["rows"], width)
+        if num_decode:  # after the block tables: decode attention reads them while the kernel before it runs
+            ops.decode_plan(self.plan, t["decode_context_lens"], self.model_config.num_kv_heads, self.block_size)
         ops.slot_mapping(positions, slots, block_tables, t["cu_seqlens"], t["start_pos"], self.block_size)
         has_prefix = any(c.start > 0 for c in batch.chunks)
         context = Context(
@@ -237,7 +251,7 @@ class ModelRunner:
         self._turn ^= 1
         host = self._host_token_ids[self._turn][: len(token_ids)]
         host.copy_(token_ids, non_blocking=True)
-        event = torch.cuda.Event()
+        event = self._events[self._turn]
         event.record()
         return StepHandle(host, index, event, logprobs)
 

@@ -31,7 +31,8 @@ class Scheduler:
         self.block_manager = BlockManager(num_blocks, config.kvcache_block_size, config.enable_prefix_caching)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
-        self.free_rows = list(range(config.max_running))  # a heap: the lowest row first keeps the rows in use dense
+        self.num_rows = config.max_running
+        self.free_rows = list(range(self.num_rows))  # a heap: the lowest row first
         self.draining = 0
         self.num_preemptions = 0
 
@@ -73,7 +74,21 @@ class Scheduler:
         if not batch.preempted:
             while self.waiting and budget and self.free_rows and self._admit(self.waiting[0]):
                 budget -= self._add_chunk(batch, self.running[-1], budget)
+        num_used = self.num_rows - len(self.free_rows)
+        if batch and num_used and self.free_rows and self.free_rows[0] < num_used:
+            self._close_gaps(batch, num_used)
         return batch
+
+    def _close_gaps(self, batch: Batch, num_used: int) -> None:
+        """Moves sequences from rows >= num_used into free ones below: a decode step costs as much as its highest row.
+
+        An ended sequence stays where it is until its steps in flight are collected.
+        """
+        for seq in self.running:
+            if seq.row >= num_used:
+                row = heapq.heapreplace(self.free_rows, seq.row)
+                batch.moves.append((seq.row, row))
+                seq.row, seq.num_synced_blocks = row, 0
 
     def _schedule_decodes(self, batch: Batch) -> list[Sequence]:
         """Fills batch.decodes; returns the running sequences whose prompt is not wholly launched."""

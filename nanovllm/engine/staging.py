@@ -1,4 +1,4 @@
-"""One copy to the device a step: all host arrays of the step travel in one buffer."""
+"""One copy to the device a step: all host arrays of the step travel in one buffer, to where it is or to fixed places."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ _TORCH_DTYPES = {
 }
 
 
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _host_buffers(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
+    """Two buffers that take turns, pinned for CUDA: with one step in flight the copy of the step before may still be
+    under way when the next one is filled."""
+    return [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+
+
 class StagingBuffer:
     """A host buffer (pinned for CUDA) and its twin on the device; on CPU the two are the same memory.
 
-    Two pairs take turns, because with one step in flight the copy of the step before may still be under way when the
-    next one is filled. The copy runs on the current stream.
+    Two pairs take turns. The copy runs on the current stream.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        num_bytes = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        pin = device.type == "cuda"
-        self._host = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin) for _ in range(2)]
+        self._host = _host_buffers(_aligned(num_bytes), device)
         self._device = [h if device.type == "cpu" else torch.empty_like(h, device=device) for h in self._host]
         # The whole buffers as each dtype: a view made once is cheaper than one for every array of every step.
         self._host_views = [{d: h.numpy().view(d) for d in _TORCH_DTYPES} for h in self._host]
@@ -45,7 +52,63 @@ class StagingBuffer:
             host_views[array.dtype][start:stop] = array.reshape(-1)
             tensor = device_views[array.dtype][start:stop]
             tensors[name] = tensor if array.ndim == 1 else tensor.view(array.shape)
-            offset = -(-end // _ALIGNMENT) * _ALIGNMENT
+            offset = _aligned(end)
         if device is not host:
             device[:offset].copy_(host[:offset], non_blocking=True)
         return tensors
+
+
+class FixedInputs:
+    """Host arrays of a step at fixed places on the device, where a CUDA graph reads them.
+
+    Graphs share the memory, each with a layout of its own: only one of them runs at a time.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._host = _host_buffers(_aligned(num_bytes), device)
+        self._device = torch.zeros(_aligned(num_bytes), dtype=torch.uint8, device=device)
+        self._turn = 0
+
+    def layout(self, **fields: tuple[int, type[np.generic]]) -> InputLayout:
+        """Places for arrays, each (elements, dtype), one after the other from the start of the memory."""
+        places = {}
+        end = 0  # bytes
+        for name, (count, kind) in fields.items():
+            dtype = np.dtype(kind)
+            places[name] = (end, end + count * dtype.itemsize, dtype)
+            end = _aligned(end + count * dtype.itemsize)
+        assert end <= self._device.nbytes, f"the inputs need {end} bytes, there are {self._device.nbytes}"
+        arrays = tuple(
+            {name: h[a:b].numpy().view(dtype) for name, (a, b, dtype) in places.items()} for h in self._host
+        )
+        tensors = {name: self._device[a:b].view(_TORCH_DTYPES[dtype]) for name, (a, b, dtype) in places.items()}
+        return InputLayout(self, tensors, arrays, tuple((self._device[:end], h[:end]) for h in self._host))
+
+    def next_turn(self) -> int:
+        self._turn ^= 1
+        return self._turn
+
+
+class InputLayout:
+    """One graph's view of FixedInputs. tensors: on the device, by name."""
+
+    def __init__(
+        self,
+        inputs: FixedInputs,
+        tensors: dict[str, torch.Tensor],
+        arrays: tuple[dict[str, np.ndarray], ...],
+        copies: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+    ) -> None:
+        self.tensors = tensors
+        self._inputs, self._arrays, self._copies = inputs, arrays, copies
+        self._turn = 0
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The host arrays to fill for the next step; they hold what they held two steps ago."""
+        self._turn = self._inputs.next_turn()
+        return self._arrays[self._turn]
+
+    def send(self) -> None:
+        """Copies the arrays to the device, on the current stream."""
+        device, host = self._copies[self._turn]
+        device.copy_(host, non_blocking=True)

@@ -1,9 +1,13 @@
-"""CUDA graphs of whole decode steps: from the rows' last tokens to their next ones in one launch."""
+"""CUDA graphs of whole steps, from the rows' last tokens to their next ones in one launch."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -12,9 +16,14 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.context import Context
+from nanovllm.engine.staging import InputLayout
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
+
+_MAX_TOKENS = 512  # of a step with prompt chunks that has a graph: a longer one keeps the GPU busy while it is launched
+_MAX_DECODES = 256  # of such a step
+_MAX_CHUNKS = 32  # of such a step; one warp finds its work among them
 
 
 def batch_buckets(max_rows: int) -> list[int]:
@@ -23,42 +32,124 @@ def batch_buckets(max_rows: int) -> list[int]:
     return [b for b in steps if b < max_rows] + [max_rows]
 
 
-class DecodeGraphs:
-    """One graph a bucket; a graph of B covers rows 0..B-1 of the row table.
+class MixedBucket(NamedTuple):
+    """Room of a graph for steps with prompt chunks. tokens: of decodes and chunks together."""
+
+    tokens: int
+    decodes: int
+    chunks: int
+
+
+def mixed_buckets(max_tokens: int, max_rows: int) -> list[MixedBucket]:
+    """Graphs for steps with prompt chunks, in rising order: for each number of tokens one without and one with decodes.
+
+    Args:
+        max_tokens: of any step. max_rows: sequences that may run at once.
+    """
+    limit = min(max_tokens, _MAX_TOKENS)
+    steps = (16, 32, 64, 96, 128, 192, 256, 320, 384)
+    return [
+        MixedBucket(tokens, decodes, min(tokens, max_rows, _MAX_CHUNKS))
+        for tokens in [s for s in steps if s < limit] + [limit]
+        for decodes in (0, min(tokens, max_rows, _MAX_DECODES))
+    ]
+
+
+def smallest_mixed_bucket(
+    buckets: list[MixedBucket], num_tokens: int, num_decodes: int, num_chunks: int
+) -> MixedBucket | None:
+    """The first of mixed_buckets with room for a step; None: too large for every graph."""
+    for bucket in buckets:
+        if bucket.tokens >= num_tokens and bucket.decodes >= num_decodes and bucket.chunks >= num_chunks:
+            return bucket
+    return None
+
+
+def capture(step: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of what `step` enqueues, and the tensor that it returns, which every replay writes."""
+    step()  # once eagerly: kernels load, cuBLAS picks its algorithms
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = step()
+    return graph, result
+
+
+@dataclass(slots=True)
+class StepGraph:
+    """A captured step: fill inputs.arrays(), launch, and the sampled tokens are in token_ids."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: InputLayout
+    token_ids: Tensor
+
+    def launch(self) -> None:
+        self.inputs.send()
+        self.graph.replay()
+
+
+Bucket = TypeVar("Bucket", int, MixedBucket)
+
+
+class StepGraphs(ABC, Generic[Bucket]):
+    """The graphs of one kind of step, one a bucket. They read and write fixed buffers and share one memory pool."""
+
+    def __init__(self, runner: ModelRunner, pool: Any, buckets: list[Bucket]) -> None:
+        self._runner, self._pool, self.buckets = runner, pool, buckets
+        self._graphs: dict[Bucket, StepGraph] = {}
+
+    @abstractmethod
+    def _fields(self, bucket: Bucket) -> dict[str, tuple[int, type[np.generic]]]:
+        """What a step sends: name -> (elements, dtype)."""
+
+    @abstractmethod
+    def _step(self, bucket: Bucket, t: dict[str, Tensor]) -> Tensor:
+        """Enqueues a step with the inputs `t`; its sampled token ids."""
+
+    @abstractmethod
+    def find(self, batch: Batch, rows: np.ndarray) -> Bucket | None:
+        """The bucket of the graph that can run this batch; rows: of its sequences, decodes first."""
+
+    @abstractmethod
+    def launch(self, bucket: Bucket, batch: Batch, rows: np.ndarray) -> tuple[Tensor, np.ndarray | None]:
+        """Replays the step; token ids on the device, and where those of batch.sampled are (None: its first places)."""
+
+    def capture(self, buckets: list[Bucket] | None = None) -> None:
+        """Captures the graphs of `buckets` (default: all), the largest first, and runs each once."""
+        for bucket in sorted(buckets or self.buckets, reverse=True):
+            inputs = self._runner.inputs.layout(**self._fields(bucket))
+            for name, tensor in inputs.tensors.items():
+                tensor.fill_(-1 if name == "start_pos" else 0)  # padding only: nothing is stored or read
+            with torch.inference_mode():
+                graph, token_ids = capture(partial(self._step, bucket, inputs.tensors), self._pool)
+                graph.replay()  # the first replay uploads the graph
+            self._graphs[bucket] = StepGraph(graph, inputs, token_ids)
+
+
+class DecodeGraphs(StepGraphs[int]):
+    """Steps of decodes only; the graph of B covers rows 0..B-1 of the row table.
 
     A step sends, for each row, its context length (0: the row does not decode, it writes nothing and keeps its last
-    token); all else is on the device already. The graphs read and write fixed buffers, share one memory pool, and are
-    captured largest first.
+    token) and what follows from it; all else is on the device already.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, pool: Any) -> None:
         rows, device = runner.config.max_running, runner.device
-        self.buckets = batch_buckets(rows)
-        self._context_lens = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._start_pos = torch.full((rows,), -1, dtype=torch.int32, device=device)
-        self._sample_positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        super().__init__(runner, pool, batch_buckets(rows))
         self._cu_seqlens = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self._sampled = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, buckets: list[int] | None = None) -> None:
-        """Captures the graphs of `buckets` (default: all)."""
-        for size in sorted(buckets or self.buckets, reverse=True):
-            with torch.inference_mode():
-                self._step(size)  # once eagerly: kernels load, cuBLAS picks its algorithms
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._pool):
-                    self._step(size)
-            self._graphs[size] = graph
+    def _fields(self, size: int) -> dict[str, tuple[int, type[np.generic]]]:
+        return {
+            "context_lens": (size, np.int32),
+            "start_pos": (size, np.int32),
+            "sample_positions": (size, np.int64),
+        }
 
-    def _step(self, size: int) -> None:
+    def _step(self, size: int, t: dict[str, Tensor]) -> Tensor:
         r = self._runner
-        lens, tables, last = self._context_lens[:size], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
+        lens, tables, last = t["context_lens"], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
         positions, slots = r.positions[:size], r.slots[:size]
-        ops.slot_mapping(positions, slots, tables, self._cu_seqlens[: size + 1], self._start_pos[:size], r.block_size)
+        ops.slot_mapping(positions, slots, tables, self._cu_seqlens[: size + 1], t["start_pos"], r.block_size)
         ops.decode_plan(r.plan, lens, r.model_config.num_kv_heads, r.block_size)
         context = Context(
             slot_mapping=slots,
@@ -74,31 +165,139 @@ class DecodeGraphs:
             max_seqlen_q=0,
         )
         logits = r.run_model(last, positions, context)
-        sampled = self._sampled[:size]
-        r.sample(sampled, logits, {n: t[:size] for n, t in r.rows.params.items()}, self._sample_positions[:size])
+        sampled = torch.empty_like(last)
+        r.sample(sampled, logits, {n: p[:size] for n, p in r.rows.params.items()}, t["sample_positions"])
         torch.where(lens > 0, sampled, last, out=last)
+        return sampled
 
-    def bucket(self, batch: Batch) -> int | None:
-        """The graph that can run this batch: decodes only, none that needs the host, rows that fit."""
-        if batch.chunks or not batch.decodes:
+    def find(self, batch: Batch, rows: np.ndarray) -> int | None:
+        if batch.chunks:
             return None
-        rows = [seq.row for seq in batch.decodes]
-        if self._runner.rows.is_special[rows].any():
-            return None
-        i = bisect_left(self.buckets, max(rows) + 1)
-        size = self.buckets[i] if i < len(self.buckets) else None
-        return size if size in self._graphs else None
+        i = bisect_left(self.buckets, int(rows.max()) + 1)
+        return self.buckets[i] if self.buckets[i] in self._graphs else None
 
-    def launch(self, batch: Batch, size: int) -> tuple[Tensor, np.ndarray]:
-        """Replays the step; token ids [size] by row, and the rows of batch.decodes."""
-        r = self._runner
-        rows = np.fromiter((seq.row for seq in batch.decodes), np.int64, len(batch.decodes))
-        lens = np.zeros(size, np.int32)
+    def launch(self, size: int, batch: Batch, rows: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        graph = self._graphs[size]
+        arrays = graph.inputs.arrays()
+        lens = arrays["context_lens"]
+        lens.fill(0)
         lens[rows] = batch.decode_ends
-        sent = r.staging.send(r.rows.changes(batch.decodes) | {"lens": lens})
-        r.rows.apply(sent)
-        self._context_lens[:size] = sent["lens"]
-        torch.sub(sent["lens"], 1, out=self._start_pos[:size])
-        self._sample_positions[:size] = sent["lens"]
-        self._graphs[size].replay()
-        return self._sampled[:size], rows
+        np.subtract(lens, 1, out=arrays["start_pos"])
+        arrays["sample_positions"][:] = lens
+        graph.launch()
+        return graph.token_ids, rows
+
+
+class MixedGraphs(StepGraphs[MixedBucket]):
+    """Short steps with prompt chunks: first the decodes, one token each, then the chunks, as many tokens as fit.
+
+    Sequences have places: bucket.decodes for decodes, then bucket.chunks for chunks, either filled from its first
+    one. Decode attention covers the first bucket.decodes tokens; those that are of chunks have a context of 0 there,
+    and prefill attention, which reads all keys and values through block tables, fills them after it.
+    """
+
+    def __init__(self, runner: ModelRunner, pool: Any) -> None:
+        c = runner.config
+        super().__init__(runner, pool, mixed_buckets(c.max_num_batched_tokens, c.max_running))
+
+    def _fields(self, bucket: MixedBucket) -> dict[str, tuple[int, type[np.generic]]]:
+        seqs = bucket.decodes + bucket.chunks
+        return {
+            "input_ids": (bucket.tokens, np.int64),  # negative: the last token of this place's row
+            "rows": (seqs, np.int64),
+            "cu_seqlens": (seqs + 1, np.int32),
+            "start_pos": (seqs, np.int32),
+            "decode_context_lens": (bucket.decodes, np.int32),
+            "context_lens": (bucket.chunks, np.int32),
+            "logits_indices": (seqs, np.int64),
+            "sampled_rows": (seqs, np.int64),
+            "sample_positions": (seqs, np.int64),
+        }
+
+    def _step(self, bucket: MixedBucket, t: dict[str, Tensor]) -> Tensor:
+        r, num_decode = self._runner, bucket.decodes
+        tables = r.rows.block_tables.index_select(0, t["rows"])
+        input_ids, positions, slots = t["input_ids"], r.positions[: bucket.tokens], r.slots[: bucket.tokens]
+        if num_decode:
+            first = input_ids[:num_decode]
+            last = r.rows.last_token_ids.index_select(0, t["rows"][:num_decode])
+            torch.where(first < 0, last, first, out=first)
+            ops.decode_plan(r.plan, t["decode_context_lens"], r.model_config.num_kv_heads, r.block_size)
+        ops.slot_mapping(positions, slots, tables, t["cu_seqlens"], t["start_pos"], r.block_size)
+        context = Context(
+            slot_mapping=slots,
+            num_decode=num_decode,
+            decode_block_tables=tables[:num_decode],
+            decode_context_lens=t["decode_context_lens"],
+            plan=r.plan,
+            workspace=r.workspace,
+            cu_seqlens_q=t["cu_seqlens"][num_decode:],
+            cu_seqlens_k=None,
+            context_lens=t["context_lens"],
+            block_tables=tables[num_decode:],
+            max_seqlen_q=bucket.tokens,
+            first_prefill_row=0,
+        )
+        logits = r.run_model(input_ids, positions, context, t["logits_indices"])
+        params = {name: p.index_select(0, t["sampled_rows"]) for name, p in r.rows.params.items()}
+        token_ids = torch.empty_like(t["sampled_rows"])
+        r.sample(token_ids, logits, params, t["sample_positions"])
+        r.rows.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
+        return token_ids
+
+    def find(self, batch: Batch, rows: np.ndarray) -> MixedBucket | None:
+        if not batch.chunks:
+            return None
+        bucket = smallest_mixed_bucket(self.buckets, batch.num_tokens, len(batch.decodes), len(batch.chunks))
+        return bucket if bucket in self._graphs else None
+
+    def launch(self, bucket: MixedBucket, batch: Batch, rows: np.ndarray) -> tuple[Tensor, None]:
+        graph = self._graphs[bucket]
+        num_sampled = fill_mixed_inputs(graph.inputs.arrays(), bucket, batch, rows, self._runner.rows.spare_row)
+        graph.launch()
+        return graph.token_ids[:num_sampled], None
+
+
+def fill_mixed_inputs(
+    a: dict[str, np.ndarray], bucket: MixedBucket, batch: Batch, rows: np.ndarray, spare_row: int
+) -> int:
+    """Writes the arrays of MixedGraphs for a batch; how many sequences get a token.
+
+    Unused places have no tokens and the spare row; tokens past the last sequence get slot -1 on the device.
+    """
+    num_decode, num_chunks, first = len(batch.decodes), len(batch.chunks), bucket.decodes
+    used = slice(first, first + num_chunks)
+    a["rows"].fill(spare_row)
+    a["rows"][:num_decode], a["rows"][used] = rows[:num_decode], rows[num_decode:]
+    a["start_pos"].fill(-1)
+    a["start_pos"][used] = [c.start for c in batch.chunks]
+    a["context_lens"].fill(0)
+    a["context_lens"][:num_chunks] = ends = [c.end for c in batch.chunks]
+    cu_seqlens, input_ids = a["cu_seqlens"], a["input_ids"]
+    cu_seqlens[: first + 1] = num_decode
+    cu_seqlens[:num_decode] = np.arange(num_decode)
+    end = num_decode
+    for i, c in enumerate(batch.chunks, first + 1):
+        begin, end = end, end + c.end - c.start
+        input_ids[begin:end] = c.seq.token_ids[c.start : c.end]
+        cu_seqlens[i] = end
+    input_ids[end:] = 0
+    cu_seqlens[first + num_chunks + 1 :] = end
+
+    lasts = [i for i, c in enumerate(batch.chunks) if c.is_last]
+    num_sampled = num_decode + len(lasts)
+    a["logits_indices"].fill(0)
+    a["logits_indices"][num_decode:num_sampled] = cu_seqlens[first + 1 :][lasts] - 1
+    a["sampled_rows"].fill(spare_row)
+    a["sampled_rows"][num_decode:num_sampled] = rows[num_decode:][lasts]
+    a["sample_positions"].fill(0)
+    a["sample_positions"][num_decode:num_sampled] = [ends[i] for i in lasts]
+    a["decode_context_lens"].fill(0)
+    if num_decode:
+        input_ids[:num_decode] = -1
+        a["start_pos"][:num_decode] = a["decode_context_lens"][:num_decode] = batch.decode_ends
+        a["start_pos"][:num_decode] -= 1
+        a["logits_indices"][:num_decode] = np.arange(num_decode)
+        a["sampled_rows"][:num_decode] = rows[:num_decode]
+        a["sample_positions"][:num_decode] = batch.decode_ends
+    return num_sampled

@@ -67,8 +67,9 @@ class Attention(nn.Module):
         num_decode = context.num_decode
         if num_decode > 0:
             self._decode(out[:num_decode], q[:num_decode])
-        if num_decode < len(qkv):
-            self._prefill(out[num_decode:], q[num_decode:], k[num_decode:], v[num_decode:])
+        if context.max_seqlen_q > 0:
+            first = num_decode if context.first_prefill_row is None else context.first_prefill_row
+            self._prefill(out[first:], q[first:], k[first:], v[first:])
         return out.flatten(1)
 
     def _decode(self, out: Tensor, q: Tensor) -> None:

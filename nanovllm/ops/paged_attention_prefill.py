@@ -24,7 +24,7 @@ def paged_attention_prefill(
 
     Args:
         out: [num_tokens, num_q_heads, head_dim] like q, written; last dimension contiguous, other strides free.
-            Rows from cu_seqlens_q[batch] on are left as they are.
+            Rows before cu_seqlens_q[0] and from cu_seqlens_q[batch] on are left as they are.
         q: [num_tokens, num_q_heads, head_dim] float32 or bfloat16 on CPU, bfloat16 or float16 on CUDA; last
             dimension contiguous, other strides free. head_dim: a multiple of 8 on CPU; 64, 80, 96, 128 or 256 on
             CUDA.

@@ -71,6 +71,7 @@ class FakeRunner:
         if self.on_launch:
             self.on_launch(batch)
         assert batch, "an empty batch reached the model"
+        self._move_rows(batch)
         assert batch.num_tokens <= self.max_tokens, f"{batch.num_tokens} tokens scheduled, budget {self.max_tokens}"
         work = [(s, end - 1, end, True) for s, end in zip(batch.decodes, batch.decode_ends, strict=True)]
         work += [(c.seq, c.start, c.end, c.is_last) for c in batch.chunks]
@@ -114,6 +115,11 @@ class FakeRunner:
             self.writes.append(written)
         self._launched = getattr(self, "_launched", 0) + 1
         return Handle(self._launched - 1, token_ids, logprobs)
+
+    def _move_rows(self, batch: Batch) -> None:
+        old, new = {a for a, _ in batch.moves}, {b for _, b in batch.moves}
+        assert len(old) == len(new) == len(batch.moves) and not old & new, f"moves {batch.moves}"
+        self.last_token_ids |= {b: self.last_token_ids[a] for a, b in batch.moves if a in self.last_token_ids}
 
     def _check_scheduled(self, seq: Sequence, start: int, end: int, is_last: bool, is_decode: bool) -> None:
         assert 0 <= start < end, f"{seq}: scheduled [{start}, {end})"

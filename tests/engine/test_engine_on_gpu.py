@@ -71,7 +71,7 @@ def test_graph_replay_changes_only_the_live_slots(qwen3):
         before = engine.runner.kv_cache.clone()
         lengths = [len(r.sequences[0]) for r in long]
         tables = [list(r.sequences[0].block_table) for r in long]
-        assert engine.runner.graphs.buckets[:3] == [1, 2, 4]
+        assert engine.runner.graphs[0].buckets[:3] == [1, 2, 4]
         engine.step()
         changed = (engine.runner.kv_cache != before).any(dim=5).any(dim=4).any(dim=1).any(dim=0)  # [blocks, offset]
         slots = {tuple(s) for s in changed.nonzero().tolist()}

@@ -282,3 +282,35 @@ def test_scheduler_refuses_an_empty_prompt() -> None:
     with pytest.raises(ValueError, match="prompt is empty"):
         scheduler.add(Sequence([], 4))
     assert not scheduler.waiting
+
+
+@overlaps
+def test_rows_stay_dense_when_sequences_end(overlap: bool) -> None:
+    """A decode step costs as much as its highest row: once a row is free, the highest one in use moves there."""
+    engine = make_engine(64, overlap=overlap, max_num_seqs=12)
+    prompts = [[20 + i] * 5 for i in range(12)]
+    requests = [engine.add_request(p, greedy(12 if i % 3 == 2 else 4)) for i, p in enumerate(prompts)]
+    rows: list[list[int]] = []  # of every step's decodes
+    engine.runner.on_launch = lambda batch: rows.append(sorted(s.row for s in batch.decodes))
+    run_all(engine)
+    few = [r for r in rows if len(r) == 4]
+    assert len(few) >= 7 and all(r == [0, 1, 2, 3] for r in few[2:]), few
+    moves = [move for batch in engine.runner.batches for move in batch.moves]
+    assert sorted(moves) == [(5, 0), (8, 1), (11, 3)], "row 2 stays"
+    for request, prompt in zip(requests, prompts):
+        seq = request.sequences[0]
+        assert tokens_of(engine, request) == alone(prompt, seq.params.max_tokens)
+
+
+@overlaps
+def test_new_sequences_come_before_moves(overlap: bool) -> None:
+    """While others wait for a free row, nothing moves."""
+    engine = make_engine(64, overlap=overlap, max_num_seqs=4)
+    for i in range(12):
+        engine.add_request([20 + i] * 5, greedy(3 + i % 4))
+    while engine.scheduler.waiting:
+        engine.step()
+        check_invariants(engine)
+        if engine.scheduler.waiting:
+            assert not engine.runner.batches[-1].moves
+    run_all(engine)

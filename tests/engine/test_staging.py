@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanovllm.engine.staging import StagingBuffer
+from nanovllm.engine.staging import FixedInputs, StagingBuffer
 
 
 def arrays(seed: int) -> dict[str, np.ndarray]:
@@ -49,3 +49,32 @@ def test_every_array_is_aligned() -> None:
 def test_too_much_is_told_with_its_name() -> None:
     with pytest.raises(AssertionError, match="staging buffer of 64 bytes is full at b"):
         StagingBuffer(60, torch.device("cpu")).send({"a": np.zeros(8, np.int64), "b": np.zeros(1, np.int32)})
+
+
+def test_fixed_inputs_stay_where_they_are(device: str) -> None:
+    inputs = FixedInputs(1000, torch.device(device))
+    small, large = inputs.layout(a=(3, np.int32)), inputs.layout(a=(3, np.int32), b=(5, np.int64))
+    places = [t.data_ptr() for t in large.tensors.values()]
+    for step in range(5):
+        layout = (small, large)[step % 2]
+        for name, array in layout.arrays().items():
+            array[:] = np.arange(len(array)) + 10 * step + len(name)
+        layout.send()
+        for tensor in layout.tensors.values():
+            assert tensor.tolist() == [i + 10 * step + 1 for i in range(len(tensor))]
+    assert places == [t.data_ptr() for t in large.tensors.values()]
+
+
+def test_the_host_arrays_of_a_step_outlive_the_next_one() -> None:
+    """The copy of a step in flight may still read them, whichever layout the next step has."""
+    inputs = FixedInputs(1000, torch.device("cpu"))
+    first, second = inputs.layout(a=(3, np.int32)), inputs.layout(b=(2, np.int64))
+    array = first.arrays()["a"]
+    array[:] = 7
+    second.arrays()["b"][:] = 9
+    assert array.tolist() == [7, 7, 7]
+
+
+def test_inputs_that_do_not_fit() -> None:
+    with pytest.raises(AssertionError, match="the inputs need 128 bytes, there are 64"):
+        FixedInputs(60, torch.device("cpu")).layout(a=(3, np.int32), b=(5, np.int64))

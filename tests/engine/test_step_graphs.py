@@ -1,16 +1,147 @@
-"""C2: every batch size has a graph, also where max_num_seqs is no multiple of anything."""
+"""Steps from graphs: every batch has one that fits (C1, C2), and their tokens are those of the eager steps."""
 
 from bisect import bisect_left
+from dataclasses import replace
 
 import pytest
+import torch
 
-from nanovllm.engine.step_graphs import batch_buckets
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.step_graphs import batch_buckets, mixed_buckets, smallest_mixed_bucket
+from tests.engine.cpu_graphs import use_graphs
+from tests.engine.test_end_to_end import PARAMS, PROMPTS, SAMPLED, make_llm
+from tests.tiny import save_tiny
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 9, 12, 16, 17, 20, 100, 200, 256, 257, 512, 1000])
 def test_every_batch_has_a_bucket(max_rows):
+    """C2: also where max_num_seqs is no multiple of anything."""
     buckets = batch_buckets(max_rows)
     assert buckets == sorted(set(buckets)) and buckets[-1] == max_rows and buckets[0] == 1
     for size in range(1, max_rows + 1):
         bucket = buckets[bisect_left(buckets, size)]
         assert size <= bucket <= max(2 * size, size + 128)
+
+
+@pytest.mark.parametrize("max_tokens, max_rows", [(16384, 256), (16384, 3), (300, 300), (20, 7), (1, 1)])
+def test_every_short_step_has_a_bucket(max_tokens, max_rows):
+    buckets = mixed_buckets(max_tokens, max_rows)
+    assert buckets == sorted(set(buckets))
+    for tokens in range(1, min(max_tokens, 512) + 1):
+        for decodes in {0, 1, min(tokens - 1, max_rows - 1, 256)} & set(range(min(tokens, max_rows))):
+            for chunks in {1, min(tokens - decodes, max_rows - decodes, 32)}:
+                bucket = smallest_mixed_bucket(buckets, tokens, decodes, chunks)
+                assert bucket.tokens >= tokens and bucket.decodes >= decodes and bucket.chunks >= chunks
+                assert bucket.tokens <= max(16, 2 * tokens)
+                assert (bucket.decodes > 0) == (decodes > 0), "decode attention only where something decodes"
+
+
+def test_steps_too_large_for_every_graph():
+    """C1: the caller then runs them eagerly."""
+    buckets = mixed_buckets(16384, 512)
+    assert smallest_mixed_bucket(buckets, 513, 0, 1) is None
+    assert smallest_mixed_bucket(buckets, 400, 257, 1) is None
+    assert smallest_mixed_bucket(buckets, 400, 0, 33) is None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("qwen3"), "Qwen3ForCausalLM")
+
+
+@pytest.fixture(scope="module")
+def expected(qwen3):
+    with make_llm(qwen3) as llm:
+        return [o.token_ids for o in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+def tokens_of(llm: LLM, prompts, params) -> list[list[int]]:
+    tokens = [o.token_ids for o in llm.generate(prompts, params, use_tqdm=False)]
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert len(llm.engine.scheduler.block_manager.free_block_ids) == llm.engine.runner.num_kvcache_blocks
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 400},
+        {"max_num_batched_tokens": 200, "overlap": True},
+        {"max_num_batched_tokens": 29, "overlap": True},
+        {"max_num_seqs": 3, "overlap": True},
+        {"max_num_seqs": 19, "max_num_batched_tokens": 150},
+        {"num_kvcache_blocks": 40, "kvcache_block_size": 4, "overlap": True},
+        {"max_num_batched_tokens": 520, "enable_prefix_caching": False, "overlap": True},
+    ],
+    ids=str,
+)
+def test_graphs_give_the_tokens_of_eager_steps(qwen3, expected, monkeypatch, options):
+    with make_llm(qwen3, **options) as llm:
+        replays = use_graphs(llm, monkeypatch)
+        llm.engine.runner.kv_cache.fill_(float("nan"))
+        assert tokens_of(llm, PROMPTS, PARAMS) == expected
+        assert tokens_of(llm, PROMPTS[::-1], PARAMS) == expected[::-1], "with every prefix in the cache"
+        assert sum(replays["DecodeGraphs"].values()) > 5 and sum(replays["MixedGraphs"].values()) > 1
+        if "num_kvcache_blocks" in options:
+            assert llm.engine.scheduler.num_preemptions > 0
+
+
+def test_a_prompt_as_long_as_the_model_allows(qwen3, monkeypatch):
+    """C1: block tables of max_model_len fit into the buffers that the graphs were captured with."""
+    prompt = [5 + i % 90 for i in range(63)]
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with make_llm(qwen3, max_model_len=64, kvcache_block_size=16) as llm:
+        plain = tokens_of(llm, [prompt, prompt[:60]], params)
+        use_graphs(llm, monkeypatch)
+        assert tokens_of(llm, [prompt, prompt[:60]], params) == plain
+        assert [len(t) for t in plain] == [1, 4]
+
+
+def test_the_smallest_graph_runs_when_few_are_left(qwen3, monkeypatch):
+    """A long request in the last row ends alone: in the graph of one row, with its tokens and its sampling parameters."""
+    params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * 11
+    params += [SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)]
+    with make_llm(qwen3, overlap=True) as llm:
+        plain = tokens_of(llm, PROMPTS[:12], params)
+        replays = use_graphs(llm, monkeypatch)
+        assert tokens_of(llm, PROMPTS[:12], params) == plain
+    assert replays["DecodeGraphs"][1] >= 34
+
+
+def test_sampled_and_special_rows_beside_graphs(qwen3, monkeypatch):
+    """Penalties and logprobs need the host: their steps are eager, and rows move under them as well."""
+    lengths = [4, 30, 9, 17, 6, 25]
+    params = [SAMPLED[i % len(SAMPLED)] for i in range(24)]
+    params = [replace(p, max_tokens=lengths[i % 6], ignore_eos=True) for i, p in enumerate(params)]
+    with make_llm(qwen3, overlap=True, max_num_seqs=9) as llm:
+        plain = tokens_of(llm, PROMPTS[:24], params)
+        replays = use_graphs(llm, monkeypatch)
+        assert tokens_of(llm, PROMPTS[:24], params) == plain
+    assert sum(replays["DecodeGraphs"].values()) > 0
+
+
+def test_batches_that_grow_and_shrink_past_every_border(qwen3, monkeypatch):
+    """One request after the other joins, then they end in the order of their arrival."""
+    count = 21
+    params = [SamplingParams(temperature=0, max_tokens=25, ignore_eos=True) for _ in range(count)]
+    with make_llm(qwen3) as llm:
+        plain = tokens_of(llm, PROMPTS[:count], params)
+        replays = use_graphs(llm, monkeypatch)
+        engine = llm.engine
+        requests = []
+        for prompt, p in zip(PROMPTS[:count], params):
+            requests.append(engine.add_request(prompt, p))
+            engine.step()
+        while engine.has_work:
+            engine.step()
+        assert [engine.output(r).token_ids for r in requests] == plain
+    assert all(replays["DecodeGraphs"][b] for b in (1, 2, 4, 8, 16)), replays

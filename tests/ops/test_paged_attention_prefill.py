@@ -138,7 +138,7 @@ def test_errors() -> None:
         ),
         ({5: lens - 18}, "context_lens: expected at least 3 (queries of the sequence) at [0], got 2"),
         ({6: kv.block_tables[:, :0], 5: lens * 0 + 3}, "block_tables: expected at least one block, got shape [2, 0]"),
-        ({4: cu + 1}, "cu_seqlens_q: expected 0 at [0], got 1"),
+        ({4: cu - 1}, "cu_seqlens_q: expected 0 or more at [0], got -1"),
         ({4: torch.tensor([0, 10, 3]).int()}, "cu_seqlens_q: expected 10 to 43 (num_tokens) at [2], got 3"),
         ({4: cu[:2]}, "cu_seqlens_q: expected size 3 in dimension 0, got 2"),
         ({7: 39}, "max_seqlen_q: expected at least 40 (queries of sequence 1), got 39"),

@@ -14,9 +14,9 @@ class Context:
 
     Row r < num_decode is the newest token of decode sequence r; rows num_decode.. are the chunks of the P
     prefill sequences, one after the other. (A CUDA graph has room for num_decode decodes; where fewer run, chunks
-    begin earlier, and their rows have a decode context of 0.) A block table lists a sequence's cache blocks in logical order:
-    position p is in block table[p // block_size], at offset p % block_size. Unused entries are -1, never
-    read.
+    begin earlier, and their rows have a decode context of 0.) A block table lists a sequence's cache blocks in
+    logical order: position p is in block table[p // block_size], at offset p % block_size. Unused entries are -1,
+    never read.
     """
 
     slot_mapping: Tensor

@@ -1,4 +1,4 @@
-"""One copy to the device a step: all host arrays of the step travel in one buffer, to where it is or to fixed places."""
+"""One copy to the device a step: all host arrays of the step travel in one buffer."""
 
 from __future__ import annotations
 
@@ -78,9 +78,7 @@ class FixedInputs:
             places[name] = (end, end + count * dtype.itemsize, dtype)
             end = _aligned(end + count * dtype.itemsize)
         assert end <= self._device.nbytes, f"the inputs need {end} bytes, there are {self._device.nbytes}"
-        arrays = tuple(
-            {name: h[a:b].numpy().view(dtype) for name, (a, b, dtype) in places.items()} for h in self._host
-        )
+        arrays = tuple({name: h[a:b].numpy().view(dtype) for name, (a, b, dtype) in places.items()} for h in self._host)
         tensors = {name: self._device[a:b].view(_TORCH_DTYPES[dtype]) for name, (a, b, dtype) in places.items()}
         return InputLayout(self, tensors, arrays, tuple((self._device[:end], h[:end]) for h in self._host))
 

@@ -107,7 +107,7 @@ def test_a_prompt_as_long_as_the_model_allows(qwen3, monkeypatch):
 
 
 def test_the_smallest_graph_runs_when_few_are_left(qwen3, monkeypatch):
-    """A long request in the last row ends alone: in the graph of one row, with its tokens and its sampling parameters."""
+    """A long request in the last row ends alone: in the graph of one row, with its tokens and parameters."""
     params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * 11
     params += [SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)]
     with make_llm(qwen3, overlap=True) as llm:

@@ -14,6 +14,7 @@ import xxhash
 from nanovllm.engine.sequence import Sequence
 
 ROOT_HASH = -1  # parent of a prompt's first block
+_HASHED_AHEAD = 64  # blocks of a prompt hashed at a time while they are looked up
 
 
 class Block:
@@ -57,19 +58,25 @@ class BlockManager:
         parent = b"" if parent_hash == ROOT_HASH else parent_hash.to_bytes(16, "little")
         return xxhash.xxh3_128_intdigest(parent + array("q", token_ids).tobytes())
 
-    def _block_hash(self, seq: Sequence, i: int) -> int:
-        """Chained hash of seq's full logical block i."""
-        hashes = seq.block_hashes
-        while len(hashes) <= i:
-            hashes.append(self.compute_hash(seq.block(len(hashes)), hashes[-1] if hashes else ROOT_HASH))
-        return hashes[i]
+    def compute_hashes(self, seq: Sequence, count: int) -> list[int]:
+        """Chained hashes of seq's full logical blocks, computed for the first `count` at least."""
+        hashes, size = seq.block_hashes, self.block_size
+        if len(hashes) < count:
+            parent = hashes[-1] if hashes else ROOT_HASH
+            tokens = array("q", seq.token_ids[len(hashes) * size : count * size])
+            for start in range(0, len(tokens), size):
+                parent = self.compute_hash(tokens[start : start + size], parent)
+                hashes.append(parent)
+        return hashes
 
     def _cached_block(self, seq: Sequence, i: int) -> int | None:
         """The physical block that holds seq's full logical block i behind the same prefix, if any.
 
         Tokens and the parent's hash are compared, so that a collision of hashes cannot give another prompt's K/V.
         """
-        block_id = self.hash_to_block_id.get(self._block_hash(seq, i))
+        if i >= len(seq.block_hashes):  # where one block is there, more of the prompt's may be
+            self.compute_hashes(seq, min(i + (_HASHED_AHEAD if i else 1), seq.num_blocks - 1))
+        block_id = self.hash_to_block_id.get(seq.block_hashes[i])
         if block_id is None:
             return None
         block = self.blocks[block_id]
@@ -124,12 +131,18 @@ class BlockManager:
         """Publishes the blocks that tokens start..end-1, just computed, have filled."""
         if not self.enable_prefix_caching:
             return
-        for i in range(start // self.block_size, end // self.block_size):
-            block = self.blocks[seq.block_table[i]]
-            block.hash = self._block_hash(seq, i)
-            block.parent_hash = seq.block_hashes[i - 1] if i else ROOT_HASH
-            block.token_ids = seq.block(i)
-            self.hash_to_block_id.setdefault(block.hash, block.block_id)
+        size = self.block_size
+        first, last = start // size, end // size
+        if first == last:
+            return
+        hashes, table, token_ids = self.compute_hashes(seq, last), seq.block_table, seq.token_ids
+        parent = hashes[first - 1] if first else ROOT_HASH
+        for i in range(first, last):
+            block = self.blocks[table[i]]
+            block.parent_hash, block.hash = parent, hashes[i]
+            block.token_ids = token_ids[i * size : (i + 1) * size]
+            parent = block.hash
+            self.hash_to_block_id.setdefault(parent, table[i])
 
     def deallocate(self, seq: Sequence) -> None:
         """Drops seq's references, last block first, so that a prefix's tail is reused before its head."""

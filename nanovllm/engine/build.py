@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -127,7 +128,10 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     # Positions end at max_model_len: so does the rotary table (its scaling is already resolved).
     model_config = dataclasses.replace(model_config, dtype=dtype, max_position_embeddings=max_model_len)
     check_shapes(config, model_config, device)
-    tokenizer = source.load_tokenizer(where)
+    # In a thread: its import takes longer than the weights and the warm-up of a small model.
+    tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
+    tokenizer_result = tokenizer_thread.submit(source.load_tokenizer, where)
+    tokenizer_thread.shutdown(wait=False)
     generation_config = source.load_generation_config(where)
     if config.load_format != "dummy":
         weights.check_sizes(model_config, where)
@@ -140,6 +144,7 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     model.eval()
     loaded = time.perf_counter()
     runner = ModelRunner(config, model_config, model, device, dtype)
+    tokenizer = tokenizer_result.result()
     overlap = device.type == "cuda" if config.overlap == "auto" else bool(config.overlap)
     engine = LLMEngine(
         config,

@@ -116,18 +116,17 @@ class LLMEngine:
             return token_ids
         if not isinstance(prompt, (list, tuple)):
             raise TypeError(f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}")
-        for i, token_id in enumerate(prompt):
-            if type(token_id) is not int:
-                kind = type(token_id).__name__
-                raise TypeError(f"prompt: expected a string or a list of token ids, got a list with {kind} at [{i}]")
+        if set(map(type, prompt)) - {int}:
+            i, kind = next((i, type(t).__name__) for i, t in enumerate(prompt) if type(t) is not int)
+            raise TypeError(f"prompt: expected a string or a list of token ids, got a list with {kind} at [{i}]")
         self._check_ids("prompt", prompt)
         return list(prompt)
 
     def _check_ids(self, what: str, token_ids: Any) -> None:
         limit = self.vocab_size
-        for token_id in token_ids:
-            if token_id < 0 or (limit is not None and token_id >= limit):
-                raise ValueError(f"{what}: expected token ids in [0, {limit}), got {token_id}")
+        if token_ids and (min(token_ids) < 0 or (limit is not None and max(token_ids) >= limit)):
+            wrong = next(t for t in token_ids if t < 0 or (limit is not None and t >= limit))
+            raise ValueError(f"{what}: expected token ids in [0, {limit}), got {wrong}")
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a request that can run; raises ValueError or TypeError for one that never can."""
@@ -219,6 +218,7 @@ class LLMEngine:
             batch = self.scheduler.schedule()
             if batch:
                 self._in_flight.append((batch, self.runner.launch(batch)))
+                self.scheduler.prepare_collect(batch)
             for seq in batch.finished:
                 self._watch_end(seq)
             result.finished += batch.finished

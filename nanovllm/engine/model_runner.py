@@ -17,7 +17,7 @@ from nanovllm.engine.kv_cache import block_bytes, num_blocks_in_bytes, num_block
 from nanovllm.engine.row_table import Arrays, RowTable
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import FixedInputs, StagingBuffer
-from nanovllm.engine.step_graphs import DecodeGraphs, MixedGraphs, StepGraphs
+from nanovllm.engine.step_graphs import MAX_GRAPH_TOKENS, DecodeGraphs, MixedGraphs, StepGraphs
 from nanovllm.layers.logits import Logprobs, process_row
 from nanovllm.models.config import ModelConfig
 from nanovllm.outputs import Logprob
@@ -80,7 +80,7 @@ class ModelRunner:
         self.warmup_model()
         self.graphs: list[StepGraphs] = []
         if device.type == "cuda" and not config.enforce_eager:
-            self.inputs = FixedInputs(64 * rows + (1 << 16), device)
+            self.inputs = FixedInputs(64 * rows + 8 * MAX_GRAPH_TOKENS + 4096, device)
             self.graphs = self._make_graphs()
         self.num_kvcache_blocks = self._num_kvcache_blocks()
         self.allocate_kv_cache(self.num_kvcache_blocks)

@@ -156,6 +156,13 @@ class Scheduler:
         seq.num_in_flight += 1
         return end - start
 
+    def prepare_collect(self, batch: Batch) -> None:
+        """What postprocess can do of a launched step before its results are there: hashes of the prompts' blocks."""
+        manager = self.block_manager
+        if manager.enable_prefix_caching:
+            for chunk in batch.chunks:
+                manager.compute_hashes(chunk.seq, chunk.end // manager.block_size)
+
     def postprocess(self, batch: Batch, token_ids: Seq[int]) -> tuple[list[Sequence], list[Sequence]]:
         """Takes in a finished step: publishes full blocks, appends the sampled tokens, ends sequences.
 

@@ -21,9 +21,13 @@ from nanovllm.engine.staging import InputLayout
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
 
-_MAX_TOKENS = 512  # of a step with prompt chunks that has a graph: a longer one keeps the GPU busy while it is launched
-_MAX_DECODES = 256  # of such a step
-_MAX_CHUNKS = 32  # of such a step; one warp finds its work among them
+# Steps with prompt chunks that have a graph: those that the GPU ends sooner than the host could launch them, in about
+# 10 ms. That many tokens times weights are as much work, on the GPU where it was measured (H200, about 500 TFLOP/s).
+_WORK = 2.5e12
+_MIN_GRAPH_TOKENS, MAX_GRAPH_TOKENS = 512, 4096
+_MAX_DECODES = 256
+_MAX_CHUNKS = 32  # one warp finds its work among them
+_TOKEN_STEPS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3584)
 
 
 def batch_buckets(max_rows: int) -> list[int]:
@@ -40,17 +44,20 @@ class MixedBucket(NamedTuple):
     chunks: int
 
 
+def longest_graph(num_weights: int) -> int:
+    """Tokens of the longest step with prompt chunks that runs from a graph, for a model of num_weights."""
+    return int(min(max(_WORK / num_weights, _MIN_GRAPH_TOKENS), MAX_GRAPH_TOKENS))
+
+
 def mixed_buckets(max_tokens: int, max_rows: int) -> list[MixedBucket]:
     """Graphs for steps with prompt chunks, in rising order: for each number of tokens one without and one with decodes.
 
     Args:
-        max_tokens: of any step. max_rows: sequences that may run at once.
+        max_tokens: of a step with a graph. max_rows: sequences that may run at once.
     """
-    limit = min(max_tokens, _MAX_TOKENS)
-    steps = (16, 32, 64, 96, 128, 192, 256, 320, 384)
     return [
         MixedBucket(tokens, decodes, min(tokens, max_rows, _MAX_CHUNKS))
-        for tokens in [s for s in steps if s < limit] + [limit]
+        for tokens in [s for s in _TOKEN_STEPS if s < max_tokens] + [max_tokens]
         for decodes in (0, min(tokens, max_rows, _MAX_DECODES))
     ]
 
@@ -70,7 +77,8 @@ def capture(step: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph
     step()  # once eagerly: kernels load, cuBLAS picks its algorithms
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # thread_local: what other threads do meanwhile (the tokenizer is being loaded) does not concern the capture.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = step()
     return graph, result
 
@@ -189,7 +197,7 @@ class DecodeGraphs(StepGraphs[int]):
 
 
 class MixedGraphs(StepGraphs[MixedBucket]):
-    """Short steps with prompt chunks: first the decodes, one token each, then the chunks, as many tokens as fit.
+    """Steps with prompt chunks, up to some length: first the decodes, one token each, then the chunks.
 
     Sequences have places: bucket.decodes for decodes, then bucket.chunks for chunks, either filled from its first
     one. Decode attention covers the first bucket.decodes tokens; those that are of chunks have a context of 0 there,
@@ -198,7 +206,8 @@ class MixedGraphs(StepGraphs[MixedBucket]):
 
     def __init__(self, runner: ModelRunner, pool: Any) -> None:
         c = runner.config
-        super().__init__(runner, pool, mixed_buckets(c.max_num_batched_tokens, c.max_running))
+        longest = longest_graph(sum(p.numel() for p in runner.model.parameters()))
+        super().__init__(runner, pool, mixed_buckets(min(c.max_num_batched_tokens, longest), c.max_running))
 
     def _fields(self, bucket: MixedBucket) -> dict[str, tuple[int, type[np.generic]]]:
         seqs = bucket.decodes + bucket.chunks

@@ -12,7 +12,6 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
-from transformers import AutoConfig
 
 from nanovllm.layers.parameter import PackedWeight
 from nanovllm.loader.gguf_file import GgufFile, GgufTensor
@@ -176,6 +175,8 @@ class GgufCheckpoint:
             "use_sliding_window": bool(self._get("attention.sliding_window", 0)),
             "dtype": _PLAIN_DTYPES.get(tensors["token_embd.weight"].quant.name),
         }
+        from transformers import AutoConfig
+
         with readable(self.file.path):
             config = AutoConfig.for_model(self.architecture, **fields)
         if _ROPE_FREQS in tensors:

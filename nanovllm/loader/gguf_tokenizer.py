@@ -1,9 +1,14 @@
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nanovllm.loader.gguf_file import GgufFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -13,6 +18,8 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     splits text as SentencePiece does whatever the file says. The generic one leaves two things to us: which tokens
     begin and end a text, and whether to put the first before every prompt.
     """
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     metadata = GgufFile(path).metadata
     for name in ("bos", "eos"):

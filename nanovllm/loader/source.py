@@ -1,19 +1,28 @@
-"""Where a model comes from: directory, GGUF file or hub id; and its configs and tokenizer."""
+"""Where a model comes from: directory, GGUF file or hub id; and its configs and tokenizer.
+
+transformers takes longer to import than all else that starts an engine, so it is imported where it is needed only.
+"""
+
+from __future__ import annotations
 
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Literal
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from nanovllm.loader.gguf import GgufCheckpoint
 from nanovllm.loader.gguf_tokenizer import load_gguf_tokenizer
 from nanovllm.loader.readable import readable
+from nanovllm.models.config import needs_defaults
 from nanovllm.models.registry import check_architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ACCEPTED = "a directory with config.json, a .gguf file, or a Hugging Face hub id like org/name"
 _DOWNLOADED = [
@@ -70,7 +79,8 @@ def _download(model: str, revision: str | None, token: str | None) -> Path:
 
 
 def load_hf_config(source: ModelSource) -> Any:
-    """The transformers config of a model, for ModelConfig.from_hf.
+    """The config of a model, for ModelConfig.from_hf: config.json as it is, or, where it leaves out what matters, the
+    transformers config with the defaults of its architecture.
 
     Raises:
         ValueError: the architecture is not supported; told before transformers or weights are asked.
@@ -78,11 +88,19 @@ def load_hf_config(source: ModelSource) -> Any:
     if source.kind == "gguf":
         return GgufCheckpoint(source.path).hf_config()
     path = source.path / "config.json"
-    with readable(path):
-        architectures = dict(json.loads(path.read_text())).get("architectures")
-    check_architecture(architectures)
+    fields = _read_json(path)
+    check_architecture(fields.get("architectures"))
+    if not needs_defaults(fields):
+        return SimpleNamespace(**fields)
+    from transformers import AutoConfig
+
     with readable(path):
         return AutoConfig.from_pretrained(source.path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with readable(path):
+        return dict(json.loads(path.read_text()))
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
@@ -93,16 +111,16 @@ def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:
             return load_gguf_tokenizer(source.path)
     if not any((source.path / name).is_file() for name in _TOKENIZER_FILES):
         return None
+    from transformers import AutoTokenizer
+
     with readable(source.path):
         return AutoTokenizer.from_pretrained(source.path)
 
 
-def load_generation_config(source: ModelSource) -> GenerationConfig | None:
-    """End-of-sequence ids and sampling defaults; None for a directory without generation_config.json."""
+def load_generation_config(source: ModelSource) -> SimpleNamespace | None:
+    """End-of-sequence ids and sampling defaults, those that the file gives; None for a directory without
+    generation_config.json."""
     if source.kind == "gguf":
-        return GenerationConfig(eos_token_id=GgufCheckpoint(source.path).eos_token_ids())
+        return SimpleNamespace(eos_token_id=GgufCheckpoint(source.path).eos_token_ids())
     path = source.path / "generation_config.json"
-    if not path.is_file():
-        return None
-    with readable(path):
-        return GenerationConfig.from_pretrained(source.path)
+    return SimpleNamespace(**_read_json(path)) if path.is_file() else None

@@ -112,6 +112,34 @@ class ModelConfig:
         )
 
 
+_FIELDS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "hidden_act",
+    "tie_word_embeddings",
+)
+_MORE_FIELDS = {"Qwen3ForCausalLM": ("head_dim",), "MistralForCausalLM": ("sliding_window",)}
+
+
+def needs_defaults(fields: dict[str, Any]) -> bool:
+    """Whether a config.json leaves out a field for which transformers has a default that ModelConfig does not know.
+
+    What else from_hf reads is off, or follows from other fields, where a config.json does not have it.
+    """
+    rope = fields.get("rope_parameters")
+    has_theta = "rope_theta" in fields or (isinstance(rope, dict) and "rope_theta" in rope)
+    if not has_theta or (fields.get("sliding_window") is not None and "use_sliding_window" not in fields):
+        return True
+    names = _FIELDS + _MORE_FIELDS.get(fields["architectures"][0], ())
+    return any(name not in fields for name in names)
+
+
 def _required(hf_config: Any, name: str) -> Any:
     value = getattr(hf_config, name, None)
     if value is None:

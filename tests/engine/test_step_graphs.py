@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.step_graphs import batch_buckets, mixed_buckets, smallest_mixed_bucket
+from nanovllm.engine.step_graphs import batch_buckets, longest_graph, mixed_buckets, smallest_mixed_bucket
 from tests.engine.cpu_graphs import use_graphs
 from tests.engine.test_end_to_end import PARAMS, PROMPTS, SAMPLED, make_llm
 from tests.tiny import save_tiny
@@ -23,11 +23,11 @@ def test_every_batch_has_a_bucket(max_rows):
         assert size <= bucket <= max(2 * size, size + 128)
 
 
-@pytest.mark.parametrize("max_tokens, max_rows", [(16384, 256), (16384, 3), (300, 300), (20, 7), (1, 1)])
+@pytest.mark.parametrize("max_tokens, max_rows", [(4096, 256), (512, 3), (300, 300), (20, 7), (1, 1)])
 def test_every_short_step_has_a_bucket(max_tokens, max_rows):
     buckets = mixed_buckets(max_tokens, max_rows)
     assert buckets == sorted(set(buckets))
-    for tokens in range(1, min(max_tokens, 512) + 1):
+    for tokens in range(1, max_tokens + 1):
         for decodes in {0, 1, min(tokens - 1, max_rows - 1, 256)} & set(range(min(tokens, max_rows))):
             for chunks in {1, min(tokens - decodes, max_rows - decodes, 32)}:
                 bucket = smallest_mixed_bucket(buckets, tokens, decodes, chunks)
@@ -38,10 +38,15 @@ def test_every_short_step_has_a_bucket(max_tokens, max_rows):
 
 def test_steps_too_large_for_every_graph():
     """C1: the caller then runs them eagerly."""
-    buckets = mixed_buckets(16384, 512)
+    buckets = mixed_buckets(512, 512)
     assert smallest_mixed_bucket(buckets, 513, 0, 1) is None
     assert smallest_mixed_bucket(buckets, 400, 257, 1) is None
     assert smallest_mixed_bucket(buckets, 400, 0, 33) is None
+
+
+def test_large_models_have_graphs_of_short_steps_only():
+    assert longest_graph(600_000_000) == 4096 and longest_graph(32_000_000_000) == 512
+    assert 1024 < longest_graph(1_700_000_000) < 2048
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -99,7 +104,7 @@ def test_a_prompt_as_long_as_the_model_allows(qwen3, monkeypatch):
     """C1: block tables of max_model_len fit into the buffers that the graphs were captured with."""
     prompt = [5 + i % 90 for i in range(63)]
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    with make_llm(qwen3, max_model_len=64, kvcache_block_size=16) as llm:
+    with make_llm(qwen3, max_model_len=64, max_num_batched_tokens=200) as llm:
         plain = tokens_of(llm, [prompt, prompt[:60]], params)
         use_graphs(llm, monkeypatch)
         assert tokens_of(llm, [prompt, prompt[:60]], params) == plain
@@ -110,7 +115,7 @@ def test_the_smallest_graph_runs_when_few_are_left(qwen3, monkeypatch):
     """A long request in the last row ends alone: in the graph of one row, with its tokens and parameters."""
     params = [SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)] * 11
     params += [SamplingParams(temperature=1.0, seed=3, max_tokens=40, ignore_eos=True)]
-    with make_llm(qwen3, overlap=True) as llm:
+    with make_llm(qwen3, max_num_batched_tokens=200, overlap=True) as llm:
         plain = tokens_of(llm, PROMPTS[:12], params)
         replays = use_graphs(llm, monkeypatch)
         assert tokens_of(llm, PROMPTS[:12], params) == plain
@@ -122,7 +127,7 @@ def test_sampled_and_special_rows_beside_graphs(qwen3, monkeypatch):
     lengths = [4, 30, 9, 17, 6, 25]
     params = [SAMPLED[i % len(SAMPLED)] for i in range(24)]
     params = [replace(p, max_tokens=lengths[i % 6], ignore_eos=True) for i, p in enumerate(params)]
-    with make_llm(qwen3, overlap=True, max_num_seqs=9) as llm:
+    with make_llm(qwen3, max_num_batched_tokens=200, max_num_seqs=9, overlap=True) as llm:
         plain = tokens_of(llm, PROMPTS[:24], params)
         replays = use_graphs(llm, monkeypatch)
         assert tokens_of(llm, PROMPTS[:24], params) == plain
@@ -133,7 +138,7 @@ def test_batches_that_grow_and_shrink_past_every_border(qwen3, monkeypatch):
     """One request after the other joins, then they end in the order of their arrival."""
     count = 21
     params = [SamplingParams(temperature=0, max_tokens=25, ignore_eos=True) for _ in range(count)]
-    with make_llm(qwen3) as llm:
+    with make_llm(qwen3, max_num_batched_tokens=200) as llm:
         plain = tokens_of(llm, PROMPTS[:count], params)
         replays = use_graphs(llm, monkeypatch)
         engine = llm.engine

@@ -1,14 +1,17 @@
 """What a model may be given as, and what is said of everything else."""
 
 import json
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from transformers import AutoConfig
 
 from nanovllm.loader import source
 from nanovllm.loader.source import load_generation_config, load_hf_config, resolve
-from tests.tiny import save_tiny
+from nanovllm.models.config import ModelConfig
+from tests.tiny import ARCHITECTURES, save_tiny
 
 ACCEPTED = r"expected a directory with config\.json, a \.gguf file, or a Hugging Face hub id like org/name, got .*"
 
@@ -18,6 +21,29 @@ def test_directory(tmp_path):
     found = resolve(str(tmp_path))
     assert (found.kind, found.path) == ("hf", tmp_path)
     assert load_hf_config(found).architectures == ["Qwen3ForCausalLM"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_config_without_transformers_is_the_same(tmp_path, architecture):
+    """config.json is read as it is where it has every field, with transformers' defaults where it does not."""
+    save_tiny(tmp_path, architecture)
+    found = resolve(tmp_path)
+    expected = ModelConfig.from_hf(AutoConfig.from_pretrained(tmp_path))
+    assert isinstance(load_hf_config(found), SimpleNamespace)
+    assert ModelConfig.from_hf(load_hf_config(found)) == expected
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    for name in ("rms_norm_eps", "head_dim", "tie_word_embeddings", "sliding_window", "rope_parameters", "rope_theta"):
+        path.write_text(json.dumps({k: v for k, v in fields.items() if k != name}))
+        expected = attempt(lambda: ModelConfig.from_hf(AutoConfig.from_pretrained(tmp_path)))
+        assert attempt(lambda: ModelConfig.from_hf(load_hf_config(found))) == expected, name
+
+
+def attempt(call):
+    try:
+        return call()
+    except ValueError as error:
+        return str(error)
 
 
 def test_gguf_file(tmp_path):

@@ -73,9 +73,7 @@ def smallest_mixed_bucket(
 
 
 def capture(step: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of what `step` enqueues, and the tensor that it returns, which every replay writes."""
-    step()  # once eagerly: kernels load, cuBLAS picks its algorithms
-    torch.cuda.synchronize()
+    """A graph of what `step` enqueues, and the tensor that it returns, which every replay writes. `step` ran before."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: what other threads do meanwhile (the tokenizer is being loaded) does not concern the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -124,14 +122,22 @@ class StepGraphs(ABC, Generic[Bucket]):
 
     def capture(self, buckets: list[Bucket] | None = None) -> None:
         """Captures the graphs of `buckets` (default: all), the largest first, and runs each once."""
-        for bucket in sorted(buckets or self.buckets, reverse=True):
-            inputs = self._runner.inputs.layout(**self._fields(bucket))
-            for name, tensor in inputs.tensors.items():
-                tensor.fill_(-1 if name == "start_pos" else 0)  # padding only: nothing is stored or read
-            with torch.inference_mode():
+        largest_first = sorted(buckets or self.buckets, reverse=True)
+        layouts = {bucket: self._runner.inputs.layout(**self._fields(bucket)) for bucket in largest_first}
+        with torch.inference_mode():
+            for bucket, inputs in layouts.items():  # once eagerly: kernels load, cuBLAS picks its algorithms
+                self._fill_padding(inputs)
+                self._step(bucket, inputs.tensors)
+            for bucket, inputs in layouts.items():
+                self._fill_padding(inputs)
                 graph, token_ids = capture(partial(self._step, bucket, inputs.tensors), self._pool)
                 graph.replay()  # the first replay uploads the graph
-            self._graphs[bucket] = StepGraph(graph, inputs, token_ids)
+                self._graphs[bucket] = StepGraph(graph, inputs, token_ids)
+
+    def _fill_padding(self, inputs: InputLayout) -> None:
+        """Inputs of a step without sequences: nothing is stored or read."""
+        for name, tensor in inputs.tensors.items():
+            tensor.fill_(-1 if name == "start_pos" else 0)
 
 
 class DecodeGraphs(StepGraphs[int]):

@@ -239,7 +239,8 @@ def check_invariants(engine: LLMEngine) -> None:
     assert len(free) + len(manager.used_block_ids) == len(manager.blocks)
     assert set(free) == {b for b, n in counts.items() if n == 0}
     assert manager.used_block_ids == {b for b, n in counts.items() if n}
-    check_map(engine)
+    if isinstance(engine.runner, FakeRunner):
+        check_map(engine)
 
     for seq in scheduler.waiting:
         assert seq.status is SequenceStatus.WAITING and not seq.block_table and seq.row == -1, f"{seq} waits"

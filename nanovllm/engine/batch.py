@@ -45,6 +45,10 @@ class Batch:
         return len(self.decodes) + sum(c.end - c.start for c in self.chunks)
 
     @property
+    def num_sampled(self) -> int:
+        return len(self.decodes) + sum(c.is_last for c in self.chunks)
+
+    @property
     def sampled(self) -> list[Sequence]:
         """The sequences that get a token from this step, in the order of the sampler's rows."""
         return self.decodes + [c.seq for c in self.chunks if c.is_last]

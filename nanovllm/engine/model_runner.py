@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from nanovllm.engine.batch import Batch, Chunk
 from nanovllm.engine.context import Context, set_context
 from nanovllm.engine.kv_cache import block_bytes, num_blocks_in_bytes, num_blocks_on_gpu
 from nanovllm.engine.row_table import Arrays, RowTable
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import FixedInputs, StagingBuffer
 from nanovllm.engine.step_graphs import MAX_GRAPH_TOKENS, DecodeGraphs, MixedGraphs, StepGraphs
 from nanovllm.layers.logits import Logprobs, process_row
@@ -180,18 +180,34 @@ class ModelRunner:
     def launch(self, batch: Batch) -> StepHandle:
         """Enqueues a step; its token ids are on the device for the next launch at once, for the host after collect."""
         seqs = batch.decodes + [c.seq for c in batch.chunks]
-        changes = self.rows.changes(seqs, batch.moves)
+        arrays = self.rows.changes(seqs, batch.moves)
         rows = np.fromiter((s.row for s in seqs), np.int64, len(seqs))
-        if not self.rows.is_special[rows].any():
-            for graphs in self.graphs:
-                bucket = graphs.find(batch, rows)
-                if bucket is not None:
-                    if changes:
-                        self.rows.apply(self.staging.send(changes))
-                    return self._handle(*graphs.launch(bucket, batch, rows))
-        return self._launch_eagerly(batch, rows, changes)
+        graphs, bucket = self._find_graph(batch, rows)
+        places = graphs.places(rows) if graphs is not None else None
+        special = self._special(batch) if self.rows.is_special[rows].any() else []
+        if special:
+            arrays |= self._prepare_special(batch, special, places)
+        if graphs is not None:
+            sent = self.staging.send(arrays) if arrays else {}
+            self.rows.apply(sent)
+            graph = graphs.launch(bucket, batch, rows)
+            token_ids, logits = graph.token_ids, graph.logits
+            if places is None:
+                token_ids = token_ids[: batch.num_sampled]
+        else:
+            token_ids, logits, sent = self._launch_eagerly(batch, rows, arrays)
+        logprobs = self._sample_special(batch, special, sent, logits, token_ids) if special else None
+        return self._handle(token_ids, places, logprobs)
 
-    def _launch_eagerly(self, batch: Batch, rows: np.ndarray, changes: Arrays) -> StepHandle:
+    def _find_graph(self, batch: Batch, rows: np.ndarray) -> tuple[StepGraphs | None, Any]:
+        for graphs in self.graphs:
+            bucket = graphs.find(batch, rows)
+            if bucket is not None:
+                return graphs, bucket
+        return None, None
+
+    def _launch_eagerly(self, batch: Batch, rows: np.ndarray, more: Arrays) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Token ids and logits of batch.sampled, and what was sent: the step's own arrays and `more`."""
         num_decode = len(batch.decodes)
         arrays = self.prepare_decode(batch.decode_ends)
         arrays |= self.prepare_prefill(batch.chunks)
@@ -201,7 +217,7 @@ class ModelRunner:
             (np.arange(num_decode, dtype=np.int32), arrays["cu_seqlens_q"] + np.int32(num_decode))
         )
         arrays |= self.prepare_sample(batch, rows, arrays)
-        t = self.staging.send(arrays | changes)
+        t = self.staging.send(arrays | more)
         self.rows.apply(t)
 
         num_tokens = num_decode + t["input_ids"].shape[0]
@@ -229,20 +245,12 @@ class ModelRunner:
             max_seqlen_q=max((c.end - c.start for c in batch.chunks), default=0),
         )
         logits = self.run_model(input_ids, positions, context, t["logits_indices"])
-        sampled = batch.sampled
-        token_ids = torch.empty(len(sampled), dtype=torch.int64, device=self.device)
-        logprobs = None
-        if sampled:
-            raw = logits
-            is_special = self.rows.is_special[arrays["sampled_rows"]].any()
-            if is_special:
-                logits = self._process_logits(logits, sampled, arrays["sample_positions"])
+        token_ids = torch.empty(batch.num_sampled, dtype=torch.int64, device=self.device)
+        if batch.num_sampled:
             params = {name: tensor[t["sampled_rows"]] for name, tensor in self.rows.params.items()}
             self.sample(token_ids, logits, params, t["sample_positions"])
             self.rows.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
-            if is_special:
-                logprobs = self._logprobs(raw, token_ids, sampled)
-        return self._handle(token_ids, None, logprobs)
+        return token_ids, logits, t
 
     def _handle(self, token_ids: Tensor, index: np.ndarray | None, logprobs: Logprobs | None = None) -> StepHandle:
         """Starts the copy of the token ids to the host."""
@@ -332,17 +340,39 @@ class ModelRunner:
             "sample_positions": ends.astype(np.int64),
         }
 
-    # Logits that need the host
+    # Rows whose logits need the host
 
-    def _process_logits(self, logits: Tensor, seqs: list[Sequence], positions: np.ndarray) -> Tensor:
-        logits = logits.float().clone() if logits.dtype == torch.float32 else logits.float()
-        for i, seq in enumerate(seqs):
-            if self.rows.is_special[seq.row]:
-                process_row(logits[i], seq, int(positions[i]) - seq.num_prompt_tokens)
-        return logits
+    def _special(self, batch: Batch) -> list[int]:
+        """Which of batch.sampled have penalties, a bias or logprobs."""
+        return [i for i, seq in enumerate(batch.sampled) if self.rows.is_special[seq.row]]
 
-    def _logprobs(self, logits: Tensor, token_ids: Tensor, seqs: list[Sequence]) -> Logprobs | None:
-        rows = [i for i, s in enumerate(seqs) if s.params.logprobs is not None]
-        if not rows:
+    def _prepare_special(self, batch: Batch, special: list[int], places: np.ndarray | None) -> Arrays:
+        """Of those: where their token ids and logits will be, their rows, and the index of the token to come."""
+        ends = batch.decode_ends + [c.end for c in batch.chunks if c.is_last]
+        index = np.array(special, np.int64)
+        return {
+            "special_places": index if places is None else places[index],
+            "special_rows": np.array([batch.sampled[i].row for i in special], np.int64),
+            "special_positions": np.array([ends[i] for i in special], np.int64),
+        }
+
+    def _sample_special(
+        self, batch: Batch, special: list[int], sent: dict[str, Tensor], logits: Tensor, token_ids: Tensor
+    ) -> Logprobs | None:
+        """Samples them again from their processed logits, and puts that in the place of what the step gave them."""
+        places, rows = sent["special_places"], sent["special_rows"]
+        raw = logits.index_select(0, places)
+        processed = raw.to(torch.float32, copy=True)
+        seqs = [batch.sampled[i] for i in special]
+        for row, seq in zip(processed, seqs):
+            process_row(row, seq, len(seq) - 1 - seq.num_prompt_tokens)
+        params = {name: tensor.index_select(0, rows) for name, tensor in self.rows.params.items()}
+        again = torch.empty(len(special), dtype=torch.int64, device=self.device)
+        self.sample(again, processed, params, sent["special_positions"])
+        token_ids.index_copy_(0, places, again)
+        self.rows.last_token_ids.index_copy_(0, rows, again)
+        wanted = [i for i, seq in enumerate(seqs) if seq.params.logprobs is not None]
+        if not wanted:
             return None
-        return Logprobs.of(logits[rows], token_ids[rows], rows, [seqs[i].params.logprobs or 0 for i in rows])
+        counts = [seqs[i].params.logprobs or 0 for i in wanted]
+        return Logprobs.of(raw[wanted], again[wanted], [special[i] for i in wanted], counts)

@@ -72,22 +72,40 @@ def smallest_mixed_bucket(
     return None
 
 
-def capture(step: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of what `step` enqueues, and the tensor that it returns, which every replay writes. `step` ran before."""
+class _Memory:
+    """What torch.as_tensor takes for a tensor at an address."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": f"<i{tensor.itemsize}",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, not owned: the graphs of a pool go on sharing it, and what one left lasts until another runs."""
+    return torch.as_tensor(_Memory(tensor.contiguous()), device=tensor.device).view(tensor.dtype)
+
+
+def capture(step: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
+    """A graph of what `step` enqueues, and its token ids and logits, which every replay writes. `step` ran before."""
     graph = torch.cuda.CUDAGraph()
     # thread_local: what other threads do meanwhile (the tokenizer is being loaded) does not concern the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        result = step()
-    return graph, result
+        token_ids, logits = step()
+    return graph, token_ids, borrowed(logits)
 
 
 @dataclass(slots=True)
 class StepGraph:
-    """A captured step: fill inputs.arrays(), launch, and the sampled tokens are in token_ids."""
+    """A captured step: fill inputs.arrays(), launch, and the sampled tokens are in token_ids, of logits [.., vocab]."""
 
     graph: torch.cuda.CUDAGraph
     inputs: InputLayout
     token_ids: Tensor
+    logits: Tensor
 
     def launch(self) -> None:
         self.inputs.send()
@@ -109,16 +127,20 @@ class StepGraphs(ABC, Generic[Bucket]):
         """What a step sends: name -> (elements, dtype)."""
 
     @abstractmethod
-    def _step(self, bucket: Bucket, t: dict[str, Tensor]) -> Tensor:
-        """Enqueues a step with the inputs `t`; its sampled token ids."""
+    def _step(self, bucket: Bucket, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Enqueues a step with the inputs `t`; its sampled token ids, and their logits."""
 
     @abstractmethod
     def find(self, batch: Batch, rows: np.ndarray) -> Bucket | None:
         """The bucket of the graph that can run this batch; rows: of its sequences, decodes first."""
 
     @abstractmethod
-    def launch(self, bucket: Bucket, batch: Batch, rows: np.ndarray) -> tuple[Tensor, np.ndarray | None]:
-        """Replays the step; token ids on the device, and where those of batch.sampled are (None: its first places)."""
+    def places(self, rows: np.ndarray) -> np.ndarray | None:
+        """Where in token_ids and logits those of batch.sampled are; None: in the first places."""
+
+    @abstractmethod
+    def launch(self, bucket: Bucket, batch: Batch, rows: np.ndarray) -> StepGraph:
+        """Replays the step."""
 
     def capture(self, buckets: list[Bucket] | None = None) -> None:
         """Captures the graphs of `buckets` (default: all), the largest first, and runs each once."""
@@ -130,9 +152,9 @@ class StepGraphs(ABC, Generic[Bucket]):
                 self._step(bucket, inputs.tensors)
             for bucket, inputs in layouts.items():
                 self._fill_padding(inputs)
-                graph, token_ids = capture(partial(self._step, bucket, inputs.tensors), self._pool)
+                graph, token_ids, logits = capture(partial(self._step, bucket, inputs.tensors), self._pool)
                 graph.replay()  # the first replay uploads the graph
-                self._graphs[bucket] = StepGraph(graph, inputs, token_ids)
+                self._graphs[bucket] = StepGraph(graph, inputs, token_ids, logits)
 
     def _fill_padding(self, inputs: InputLayout) -> None:
         """Inputs of a step without sequences: nothing is stored or read."""
@@ -159,7 +181,7 @@ class DecodeGraphs(StepGraphs[int]):
             "sample_positions": (size, np.int64),
         }
 
-    def _step(self, size: int, t: dict[str, Tensor]) -> Tensor:
+    def _step(self, size: int, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         r = self._runner
         lens, tables, last = t["context_lens"], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
         positions, slots = r.positions[:size], r.slots[:size]
@@ -182,7 +204,7 @@ class DecodeGraphs(StepGraphs[int]):
         sampled = torch.empty_like(last)
         r.sample(sampled, logits, {n: p[:size] for n, p in r.rows.params.items()}, t["sample_positions"])
         torch.where(lens > 0, sampled, last, out=last)
-        return sampled
+        return sampled, logits
 
     def find(self, batch: Batch, rows: np.ndarray) -> int | None:
         if batch.chunks:
@@ -190,7 +212,10 @@ class DecodeGraphs(StepGraphs[int]):
         i = bisect_left(self.buckets, int(rows.max()) + 1)
         return self.buckets[i] if self.buckets[i] in self._graphs else None
 
-    def launch(self, size: int, batch: Batch, rows: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    def places(self, rows: np.ndarray) -> np.ndarray:
+        return rows
+
+    def launch(self, size: int, batch: Batch, rows: np.ndarray) -> StepGraph:
         graph = self._graphs[size]
         arrays = graph.inputs.arrays()
         lens = arrays["context_lens"]
@@ -199,7 +224,7 @@ class DecodeGraphs(StepGraphs[int]):
         np.subtract(lens, 1, out=arrays["start_pos"])
         arrays["sample_positions"][:] = lens
         graph.launch()
-        return graph.token_ids, rows
+        return graph
 
 
 class MixedGraphs(StepGraphs[MixedBucket]):
@@ -229,7 +254,7 @@ class MixedGraphs(StepGraphs[MixedBucket]):
             "sample_positions": (seqs, np.int64),
         }
 
-    def _step(self, bucket: MixedBucket, t: dict[str, Tensor]) -> Tensor:
+    def _step(self, bucket: MixedBucket, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         r, num_decode = self._runner, bucket.decodes
         tables = r.rows.block_tables.index_select(0, t["rows"])
         input_ids, positions, slots = t["input_ids"], r.positions[: bucket.tokens], r.slots[: bucket.tokens]
@@ -258,7 +283,7 @@ class MixedGraphs(StepGraphs[MixedBucket]):
         token_ids = torch.empty_like(t["sampled_rows"])
         r.sample(token_ids, logits, params, t["sample_positions"])
         r.rows.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
-        return token_ids
+        return token_ids, logits
 
     def find(self, batch: Batch, rows: np.ndarray) -> MixedBucket | None:
         if not batch.chunks:
@@ -266,17 +291,20 @@ class MixedGraphs(StepGraphs[MixedBucket]):
         bucket = smallest_mixed_bucket(self.buckets, batch.num_tokens, len(batch.decodes), len(batch.chunks))
         return bucket if bucket in self._graphs else None
 
-    def launch(self, bucket: MixedBucket, batch: Batch, rows: np.ndarray) -> tuple[Tensor, None]:
+    def places(self, rows: np.ndarray) -> None:
+        return None
+
+    def launch(self, bucket: MixedBucket, batch: Batch, rows: np.ndarray) -> StepGraph:
         graph = self._graphs[bucket]
-        num_sampled = fill_mixed_inputs(graph.inputs.arrays(), bucket, batch, rows, self._runner.rows.spare_row)
+        fill_mixed_inputs(graph.inputs.arrays(), bucket, batch, rows, self._runner.rows.spare_row)
         graph.launch()
-        return graph.token_ids[:num_sampled], None
+        return graph
 
 
 def fill_mixed_inputs(
     a: dict[str, np.ndarray], bucket: MixedBucket, batch: Batch, rows: np.ndarray, spare_row: int
-) -> int:
-    """Writes the arrays of MixedGraphs for a batch; how many sequences get a token.
+) -> None:
+    """Writes the arrays of MixedGraphs for a batch.
 
     Unused places have no tokens and the spare row; tokens past the last sequence get slot -1 on the device.
     """
@@ -315,4 +343,3 @@ def fill_mixed_inputs(
         a["logits_indices"][:num_decode] = np.arange(num_decode)
         a["sampled_rows"][:num_decode] = rows[:num_decode]
         a["sample_positions"][:num_decode] = batch.decode_ends
-    return num_sampled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -19,18 +19,21 @@ from nanovllm.engine.staging import FixedInputs
 class RepeatedStep:
     """What stands for torch.cuda.CUDAGraph."""
 
-    step: Callable[[], Tensor]
-    result: Tensor
+    step: Callable[[], tuple[Tensor, Tensor]]
+    token_ids: Tensor
+    logits: Tensor
     num_replays: int = field(default=-1, init=False)  # the first one, of the capture, does not count
 
     def replay(self) -> None:
         self.num_replays += 1
-        self.result.copy_(self.step())
+        token_ids, logits = self.step()
+        self.token_ids.copy_(token_ids)
+        self.logits.copy_(logits)
 
 
-def capture(step: Callable[[], Tensor], pool: Any) -> tuple[RepeatedStep, Tensor]:
-    result = step().clone()
-    return RepeatedStep(step, result), result
+def capture(step: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> tuple[RepeatedStep, Tensor, Tensor]:
+    token_ids, logits = (tensor.clone() for tensor in step())
+    return RepeatedStep(step, token_ids, logits), token_ids, logits
 
 
 def use_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[Any, int]]:
@@ -51,7 +54,8 @@ def use_graphs(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[Any,
 def _counted(launch: Callable, counts: dict[Any, int]) -> Callable:
     def call(bucket: Any, *args: Any) -> Any:
         counts[bucket] += 1
-        token_ids, index = launch(bucket, *args)
-        return token_ids.clone(), index  # on CUDA the runner copies them to the host before the next replay
+        graph = launch(bucket, *args)
+        # On CUDA the runner copies them to the host before the next replay.
+        return replace(graph, token_ids=graph.token_ids.clone())
 
     return call

@@ -122,16 +122,21 @@ def test_the_smallest_graph_runs_when_few_are_left(qwen3, monkeypatch):
     assert replays["DecodeGraphs"][1] >= 34
 
 
-def test_sampled_and_special_rows_beside_graphs(qwen3, monkeypatch):
-    """Penalties and logprobs need the host: their steps are eager, and rows move under them as well."""
+def test_rows_that_need_the_host_run_from_graphs_too(qwen3, monkeypatch):
+    """Penalties, logprobs and the like are made of the graph's logits; sampled rows are beside them, and rows move."""
     lengths = [4, 30, 9, 17, 6, 25]
-    params = [SAMPLED[i % len(SAMPLED)] for i in range(24)]
+    kinds = [*SAMPLED, *(SamplingParams(temperature=0, logprobs=2, **o) for o in ({}, {"logit_bias": {7: 3.0}}))]
+    params = [kinds[i % len(kinds)] for i in range(24)]
     params = [replace(p, max_tokens=lengths[i % 6], ignore_eos=True) for i, p in enumerate(params)]
     with make_llm(qwen3, max_num_batched_tokens=200, max_num_seqs=9, overlap=True) as llm:
-        plain = tokens_of(llm, PROMPTS[:24], params)
-        replays = use_graphs(llm, monkeypatch)
-        assert tokens_of(llm, PROMPTS[:24], params) == plain
-    assert sum(replays["DecodeGraphs"].values()) > 0
+        plain = llm.generate(PROMPTS[:24], params, use_tqdm=False)
+        use_graphs(llm, monkeypatch)
+        monkeypatch.setattr(llm.engine.runner, "_launch_eagerly", None)
+        outputs = llm.generate(PROMPTS[:24], params, use_tqdm=False)
+    for eager, graph in zip(plain, outputs):
+        assert graph.token_ids == eager.token_ids
+        for a, b in zip(eager.logprobs or [], graph.logprobs or [], strict=True):
+            assert list(a) == list(b) and all(abs(a[t].logprob - b[t].logprob) < 1e-4 for t in a)
 
 
 def test_batches_that_grow_and_shrink_past_every_border(qwen3, monkeypatch):

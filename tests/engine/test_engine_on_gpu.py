@@ -26,8 +26,9 @@ GPU_OPTIONS = {name: options for name, options in OPTIONS.items() if options.get
 
 
 def make_llm(path, **options) -> LLM:
+    """A pool sized from free memory would be millions of blocks of a tiny model."""
     defaults = {"device": "cuda", "dtype": "bfloat16", "max_model_len": 128, "max_num_batched_tokens": 512}
-    return LLM(str(path), **(defaults | {"gpu_memory_utilization": 0.3} | options))
+    return LLM(str(path), **(defaults | {"num_kvcache_blocks": 1000} | options))
 
 
 def finish(llm: LLM) -> None:
@@ -94,7 +95,7 @@ def test_memory_comes_back(qwen3):
     """D9: three engines one after the other; the third finds the memory of the first."""
     free = []
     for _ in range(3):
-        with make_llm(qwen3) as llm:
+        with make_llm(qwen3, num_kvcache_blocks=-1, kv_cache_memory_bytes=1 << 30) as llm:
             llm.generate(PROMPTS[:4], PARAMS, use_tqdm=False)
         del llm
         torch.cuda.empty_cache()

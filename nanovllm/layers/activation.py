@@ -1,9 +1,10 @@
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm import ops
+from nanovllm.layers.layer import Layer
 
 
-class SiluAndMul(nn.Module):
+class SiluAndMul(Layer):
     """[num_tokens, 2 * size], gate beside up -> silu(gate) * up [num_tokens, size]."""
 
     def forward(self, gate_up: Tensor) -> Tensor:

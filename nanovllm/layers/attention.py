@@ -1,12 +1,13 @@
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.engine.context import get_context
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.rotary import RotaryEmbedding
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Rotary embedding, cache store and causal attention of one layer, for the rows of the current Context.
 
     `k_cache` and `v_cache` [num_blocks, block_size, num_kv_heads, head_dim] are views of the engine's pool,

@@ -1,12 +1,13 @@
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.linear import linear
 from nanovllm.layers.parameter import PackedWeight, make_parameter
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(Layer):
     """Token ids -> rows of weight [vocab_size, hidden]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> None:
@@ -17,7 +18,7 @@ class VocabParallelEmbedding(nn.Module):
         return F.embedding(input_ids, self.weight)
 
 
-class ParallelLMHead(nn.Module):
+class ParallelLMHead(Layer):
     """Hidden states [rows, hidden] -> logits [rows, vocab_size], by the weight of `tied_to` or one of its own.
 
     The loader may set `packed`, the quantised form of weight: a decode step then reads that.

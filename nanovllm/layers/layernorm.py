@@ -1,11 +1,12 @@
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm import ops
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.parameter import make_parameter
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
 
     def __init__(self, hidden_size: int, eps: float, dtype: torch.dtype) -> None:

@@ -1,8 +1,9 @@
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm import ops
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.parameter import PackedWeight, Shard, make_parameter
 from nanovllm.ops.skinny_linear import MAX_ROWS
 
@@ -39,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed
     return out
 
 
-class LinearBase(nn.Module):
+class LinearBase(Layer):
     """y = x @ weight.T + bias; weight [out, in], of one or several checkpoint tensors stacked along out.
 
     The loader may set `packed`, the quantised form of weight: a decode step then reads that.

@@ -7,12 +7,13 @@ release for llama3; Peng et al., YaRN (2023) for yarn.
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from nanovllm.layers.layer import Layer
 from nanovllm.models.config import ModelConfig, RopeScaling
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Layer):
     """Holds `cos_sin` [max_position_embeddings, rotary_dim] fp32: cos of rotary_dim / 2 angles, then their
     sin."""
 

@@ -5,13 +5,14 @@ from torch import Tensor, nn
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
 
 
-class DecoderAttention(nn.Module):
+class DecoderAttention(Layer):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         heads = config.num_q_heads, config.num_kv_heads
@@ -31,7 +32,7 @@ class DecoderAttention(nn.Module):
         return self.o_proj(self.attn(self.qkv_proj(hidden_states), positions, *weights))
 
 
-class DecoderMLP(nn.Module):
+class DecoderMLP(Layer):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden_size, size = config.hidden_size, config.intermediate_size
@@ -43,7 +44,7 @@ class DecoderMLP(nn.Module):
         return self.down_proj(self.act_fn(self.gate_up_proj(x)))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         self.self_attn = DecoderAttention(config, rotary_emb)
@@ -62,7 +63,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(hidden_states), residual
 
 
-class DecoderModel(nn.Module):
+class DecoderModel(Layer):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         rotary_emb = RotaryEmbedding(config)
@@ -78,7 +79,7 @@ class DecoderModel(nn.Module):
         return hidden_states
 
 
-class DecoderForCausalLM(nn.Module):
+class DecoderForCausalLM(Layer):
     """A decoder with its head. Parameters are uninitialised: fill them with nanovllm.loader.
 
     Build it within `torch.device(...)` to place it, and call it within `set_context(...)`.

@@ -62,7 +62,7 @@ class ModelRunner:
         self.device, self.dtype, self.block_size = device, dtype, config.kvcache_block_size
         rows, width, tokens = config.max_running, config.max_blocks_per_seq, config.max_num_batched_tokens
         self.rows = RowTable(rows, width, device)
-        per_row = 12 * width + 128  # bytes that a step may send of a row: its whole block table, and scalars
+        per_row = 12 * width + 256  # bytes that a step may send of a row: its whole block table, and scalars
         self.staging = StagingBuffer(8 * tokens + rows * per_row + 4096, device)
         self.input_ids, self.positions, self.slots = (
             torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3)

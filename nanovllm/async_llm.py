@@ -8,99 +8,14 @@ import dataclasses
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.build import build_engine
 from nanovllm.engine.llm_engine import Prompt, Request, StepResult
-from nanovllm.outputs import Logprob, RequestOutput
+from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
-
-
-class NewToken(NamedTuple):
-    """One more token of a sequence of a TokenStream.
-
-    index: of prompt i with n completions each, i * n + completion. token_id: None for a sequence that ended without
-    one. finish_reason, stop_reason: of the sequence, None while it runs.
-    """
-
-    index: int
-    token_id: int | None
-    logprobs: dict[int, Logprob] | None
-    finish_reason: str | None
-    stop_reason: str | int | None
-
-
-class TokenStream:
-    """Async iterator of what came since the last look at one call of AsyncLLM.open_stream: lists of NewToken.
-
-    All methods are for the event loop that opened the stream. A reader that is late gets the tokens of several steps
-    in one list. close() ends what still runs.
-
-    Attributes:
-        requests: the engine's records, once it has queued them.
-    """
-
-    def __init__(self, llm: AsyncLLM, num_sequences: int) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.requests: list[Request] = []
-        self._llm, self._num_open = llm, num_sequences
-        self._news: list[NewToken] = []
-        self._stopped: set[int] = set()
-        self.error: BaseException | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def __aiter__(self) -> TokenStream:
-        return self
-
-    async def __anext__(self) -> list[NewToken]:
-        while not self._news:
-            if self.error is not None:
-                raise self.error
-            if self._num_open <= 0:
-                raise StopAsyncIteration
-            self._waiter = self.loop.create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        news, self._news = self._news, []
-        return news
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens whose K/V came from the prefix cache, of all prompts; known once each has a token."""
-        return sum(max(r.sequences[0].num_prefix_tokens, 0) for r in self.requests)
-
-    def stop(self, index: int) -> None:
-        """Ends the sequence at this index, as a stop string does; its tokens after the last one read are dropped."""
-        self._news = [token for token in self._news if token.index != index]
-        if index not in self._stopped:
-            self._stopped.add(index)
-            self._num_open -= 1
-            self._llm._commands.put(lambda: self._llm._stop_now(self, index))
-
-    def push(self, token: NewToken) -> None:
-        if token.index in self._stopped:
-            return
-        self._news.append(token)
-        self._num_open -= token.finish_reason is not None
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        self.error, self._num_open = error, 0
-        self._wake()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Ends the requests that still run; the iteration ends too, with `error` if there is one."""
-        if self._num_open > 0:
-            self._num_open, self.error = 0, error
-            self._llm._end(self.requests)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+from nanovllm.token_stream import NewToken, TokenStream
 
 
 class _Stream:
@@ -110,11 +25,11 @@ class _Stream:
         self.loop, self._ready = loop, asyncio.Event()
         self._item: RequestOutput | BaseException | None = None
 
-    def push(self, item: RequestOutput | BaseException) -> None:
+    def set(self, item: RequestOutput | BaseException) -> None:
         self._item = item
         self._ready.set()
 
-    fail = push
+    fail = set
 
     async def get(self) -> RequestOutput:
         await self._ready.wait()
@@ -130,6 +45,10 @@ class AsyncLLM:
 
     Args: as LLM. A request that can never run raises from its own generate(); an error of a step ends every request
     that was running with a RuntimeError and leaves the engine usable.
+
+    Attributes:
+        max_wakeups_per_second: how often the readers of open_stream are woken, all together; with more streams each
+            then gets the tokens of several steps at once. None: for every token.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
@@ -137,6 +56,7 @@ class AsyncLLM:
         self.config = self.engine.config
         self._streams: dict[str, tuple[_Stream | TokenStream, int]] = {}  # and the index of its first sequence there
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.max_wakeups_per_second: float | None = None
         self._is_shut_down = False
         self._fatal: BaseException | None = None
         self._lock = threading.Lock()  # of the flag above and the order of commands
@@ -193,7 +113,7 @@ class AsyncLLM:
                 if output.finished:
                     return
         finally:
-            self._end(added)
+            self.end_requests(added)
 
     def open_stream(
         self, prompts: Sequence[list[int]], params: SamplingParams, request_id: str | None = None
@@ -258,9 +178,23 @@ class AsyncLLM:
                 raise RuntimeError(f"AsyncLLM: the engine cannot go on: {self._fatal!r}")
             self._commands.put(command)
 
-    def _end(self, requests: list[Request]) -> None:
+    def end_requests(self, requests: list[Request]) -> None:
         """Ends requests whose reader has left."""
         self._commands.put(lambda: self._end_now(requests))
+
+    def stop_sequence(self, stream: TokenStream, index: int) -> None:
+        """Ends one sequence of a stream, whose reader has found a stop string."""
+        self._commands.put(lambda: self._stop_now(stream, index))
+
+    def _deliver(self, items: list[tuple[TokenStream, NewToken]]) -> None:
+        """In the event loop: a step's tokens to their streams. Readers that sleep on are woken a little later."""
+        loop = items[0][0].loop
+        rate = self.max_wakeups_per_second
+        interval = len(self._streams) / rate if rate else 0.0
+        now = loop.time()
+        held = [stream for stream, token in items if not stream.push(token, now, interval)]
+        if held:
+            loop.call_later(interval, _wake, held)
 
     # The engine's thread
 
@@ -315,7 +249,7 @@ class AsyncLLM:
 
     def _publish(self, result: StepResult) -> None:
         """Hands a step's news to the readers, in one call into each event loop however many streams the step served."""
-        news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream | TokenStream, Any]]] = {}
+        news: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, NewToken]]] = {}
         with_token = {id(seq) for seq in result.updated} if result.finished else ()
         without = [seq for seq in result.finished if id(seq) not in with_token]
         whole: dict[int, Request] = {}  # requests whose readers get cumulative outputs
@@ -331,15 +265,16 @@ class AsyncLLM:
                 news.setdefault(stream.loop, []).append((stream, token))
             elif stream is not None:
                 whole[id(request)] = request
-        for request in whole.values():
-            stream, _ = self._streams[request.request_id]
-            news.setdefault(stream.loop, []).append((stream, self.engine.output(request)))
-        for seq in result.finished:
+        outputs: list[tuple[Any, RequestOutput]] = []
+        outputs += [(self._streams[r.request_id][0], self.engine.output(r)) for r in whole.values()]
+        for seq in result.finished:  # before their readers hear of it
             request = seq.data.request  # type: ignore[attr-defined]
             if request.is_finished:
                 self._streams.pop(request.request_id, None)
+        for reader, output in outputs:
+            _post(reader.loop, reader.set, output)
         for loop, items in news.items():
-            _post(loop, _deliver, items)
+            _post(loop, self._deliver, items)
 
     def _end_streams(self, error: BaseException) -> None:
         for request_id, (stream, _) in self._streams.items():
@@ -348,9 +283,9 @@ class AsyncLLM:
         self._streams.clear()
 
 
-def _deliver(items: list[tuple[_Stream | TokenStream, Any]]) -> None:
-    for stream, item in items:
-        stream.push(item)
+def _wake(streams: list[TokenStream]) -> None:
+    for stream in streams:
+        stream.wake()
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], item: Any) -> None:

@@ -61,9 +61,15 @@ class _ByteText:
 
     def __init__(self, table: _TokenBytes) -> None:
         self._table, self._utf8 = table, _Utf8("replace")
+        self._is_whole = True  # no character has begun
 
     def add(self, token_ids: list[int]) -> str:
-        return self._utf8.decode(b"".join([self._table[t] for t in token_ids]))
+        data = self._table[token_ids[0]] if len(token_ids) == 1 else b"".join([self._table[t] for t in token_ids])
+        if self._is_whole and data.isascii():
+            return data.decode("ascii")
+        text = self._utf8.decode(data)
+        self._is_whole = not self._utf8.getstate()[0]
+        return text
 
     def rest(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -125,6 +131,14 @@ class Detokenizer:
         self._num_taken = 0
         self.text = ""
         self.stop_reason: str | None = None
+
+    def advance(self, token_ids: list[int], finished: bool) -> str:
+        """update, finish where nothing more comes, and take: the new text that is certain. stop_reason tells a stop."""
+        if not self._stop:  # nothing to look for: no text is kept
+            new = self._source.add(token_ids)
+            return new + self._source.rest() if finished else new
+        is_stopped = self.update(token_ids) or (finished and self.finish())
+        return self.take(finished or is_stopped)
 
     def update(self, token_ids: list[int]) -> bool:
         """Adds tokens; True when a stop string is now complete (text then ends before it)."""

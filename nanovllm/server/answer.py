@@ -53,30 +53,19 @@ class Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
+        # In a task of its own, waking up for a token does not pass through all of the frameworks' frames.
+        sender = loop.create_task(self._send(scope, receive, send))
         watcher = loop.create_task(self._watch(receive))
         timers = []
         if self._timeout:
-            task = asyncio.current_task()
             timers = [
                 loop.call_later(self._timeout, self._expire),
-                loop.call_later(self._timeout + _PATIENCE, task.cancel),  # type: ignore[union-attr]
+                loop.call_later(self._timeout + _PATIENCE, sender.cancel),
             ]
-        is_started = False
         try:
-            async for chunk in self._chunks:
-                if not is_started:
-                    is_started = True
-                    await self._start(send, chunk)
-                await send({"type": "http.response.body", "body": chunk, "more_body": self._is_stream})
-            if self._is_stream:
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except Exception as e:
-            error = api_error(e)
-            if not is_started:
-                await error.response()(scope, receive, send)
-            else:
-                await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
+            await sender
         except asyncio.CancelledError:
+            sender.cancel()
             if not self._is_expired:
                 raise  # else a client that takes nothing in: the connection is closed
         finally:
@@ -85,6 +74,23 @@ class Answer(Response):
             watcher.cancel()
             self._generation.close()
             await self._chunks.aclose()
+
+    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started, is_stream = False, self._is_stream
+        try:
+            async for chunk in self._chunks:
+                if not is_started:
+                    is_started = True
+                    await self._start(send, chunk)
+                await send({"type": "http.response.body", "body": chunk, "more_body": is_stream})
+            if is_stream:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except Exception as e:
+            error = api_error(e)
+            if not is_started:
+                await error.response()(scope, receive, send)
+            else:
+                await send({"type": "http.response.body", "body": event(error.body()), "more_body": False})
 
     async def _start(self, send: Send, first: bytes) -> None:
         headers = self.raw_headers

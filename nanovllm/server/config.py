@@ -38,6 +38,9 @@ class ServerConfig:
     request_timeout: float = _doc("seconds after which a request ends with status 504; 0: never", 600.0)
     shutdown_timeout: float = _doc("seconds that running requests get after SIGTERM or Ctrl-C", 30.0)
     keep_alive_timeout: float = _doc("seconds after which an idle connection is closed", 30.0)
+    max_chunks_per_second: float = _doc(
+        "pieces of all streams together; beyond that a piece has the tokens of several steps; 0: no limit", 10_000.0
+    )
     cors_origin: tuple[str, ...] = _doc("origin that browsers may call from; * for any", ())
     cors_header: tuple[str, ...] = _doc("request header that browsers may send (default: any)", ())
     cors_credentials: bool = _doc("let browsers send credentials", False)
@@ -52,7 +55,7 @@ class ServerConfig:
         self._number("port", 0, _MAX_PORT)
         self._number("max_queue", 0)
         self._number("max_body_bytes", 1)
-        for name in ("request_timeout", "shutdown_timeout", "keep_alive_timeout"):
+        for name in ("max_chunks_per_second", "request_timeout", "shutdown_timeout", "keep_alive_timeout"):
             self._number(name, 0)
         for name in ("api_key", "served_model_name", "cors_origin", "cors_header"):
             if not all(getattr(self, name)):

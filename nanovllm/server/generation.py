@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.async_llm import NewToken, TokenStream
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.metrics import RequestTimer
+from nanovllm.token_stream import NewToken, TokenStream
 
 TokenLogprobs = tuple[int, dict[int, Logprob]]  # the sampled token, and Logprob of it and the most likely ones
 
@@ -26,12 +26,16 @@ class Piece:
     stop_reason: str | int | None
 
 
-@dataclass(slots=True)
 class _Completion:
-    detokenizer: Detokenizer
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Text and end of one completion."""
+
+    __slots__ = ("detokenizer", "finish_reason", "index", "stop_reason")
+
+    def __init__(self, index: int, tokenizer: Any, p: SamplingParams) -> None:
+        self.index = index
+        self.detokenizer = Detokenizer(tokenizer, p.stop_strings, p.skip_special_tokens, p.min_tokens)
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
 
 
 class Generation:
@@ -58,12 +62,13 @@ class Generation:
         async for tokens in self.stream:
             if len(tokens) == 1:  # the common case
                 self._timer.tokens(1, 1)
-                pieces = [self._take(tokens[0].index)] if self._add(tokens[0]) else []
+                pieces = self._advance(tokens[0].index, tokens)
             else:
-                touched = dict.fromkeys(token.index for token in tokens if self._add(token))
-                self._timer.tokens(len(tokens), len(touched))
-                pieces = [self._take(index) for index in touched]
-            pieces = [p for p in pieces if p.text or p.logprobs or p.finish_reason]
+                by_index: dict[int, list[NewToken]] = {}
+                for token in tokens:
+                    by_index.setdefault(token.index, []).append(token)
+                self._timer.tokens(len(tokens), len(by_index))
+                pieces = [piece for index, news in by_index.items() for piece in self._advance(index, news)]
             if pieces:
                 yield pieces
 
@@ -77,33 +82,34 @@ class Generation:
     def finish_reasons(self) -> list[str | None]:
         return [c.finish_reason for c in self._completions.values()]
 
-    def _add(self, token: NewToken) -> bool:
-        """Takes in a token; False: it came after its completion's end."""
-        completion = self._completions.get(token.index)
+    def _advance(self, index: int, tokens: list[NewToken]) -> list[Piece]:
+        """What some more tokens of a completion give to show: one piece, or none yet."""
+        completion = self._completions.get(index)
         if completion is None:
-            p = self._params
-            detokenizer = Detokenizer(self._tokenizer, p.stop_strings, p.skip_special_tokens, p.min_tokens)
-            completion = self._completions[token.index] = _Completion(detokenizer)
+            completion = self._completions[index] = _Completion(index, self._tokenizer, self._params)
         if completion.finish_reason is not None:
-            return False
-        detokenizer = completion.detokenizer
-        if token.token_id is not None:
-            self.num_tokens += 1
-            if token.logprobs is not None:
-                completion.logprobs.append((token.token_id, token.logprobs))
-            if detokenizer.update([token.token_id]):
-                completion.finish_reason, completion.stop_reason = "stop", detokenizer.stop_reason
-                if token.finish_reason is None:
-                    self.stream.stop(token.index)
-                return True
-        if token.finish_reason is not None:
-            completion.finish_reason, completion.stop_reason = token.finish_reason, token.stop_reason
-            if detokenizer.finish():
-                completion.finish_reason, completion.stop_reason = "stop", detokenizer.stop_reason
-        return True
+            return []
+        if self._params.stop_strings:  # a stop string ends it at a certain token, however many come at once
+            news = [self._decode(completion, [token]) for token in tokens if completion.finish_reason is None]
+        else:
+            news = [self._decode(completion, tokens)]
+        text = "".join(news)
+        logprobs: list[TokenLogprobs] = []
+        if self._params.logprobs is not None:
+            seen = tokens[: len(news)] if self._params.stop_strings else tokens
+            logprobs = [(t.token_id, t.logprobs) for t in seen if t.token_id is not None and t.logprobs is not None]
+        if not text and not logprobs and completion.finish_reason is None:
+            return []
+        return [Piece(index, text, logprobs, completion.finish_reason, completion.stop_reason)]
 
-    def _take(self, index: int) -> Piece:
-        c = self._completions[index]
-        logprobs, c.logprobs = c.logprobs, []
-        text = c.detokenizer.take(c.finish_reason is not None)
-        return Piece(index, text, logprobs, c.finish_reason, c.stop_reason)
+    def _decode(self, completion: _Completion, tokens: list[NewToken]) -> str:
+        last, detokenizer = tokens[-1], completion.detokenizer
+        token_ids = [t.token_id for t in tokens if t.token_id is not None]
+        self.num_tokens += len(token_ids)
+        text = detokenizer.advance(token_ids, last.finish_reason is not None)
+        completion.finish_reason, completion.stop_reason = last.finish_reason, last.stop_reason
+        if detokenizer.stop_reason is not None:
+            completion.finish_reason, completion.stop_reason = "stop", detokenizer.stop_reason
+            if last.finish_reason is None:
+                self.stream.stop(completion.index)
+        return text

@@ -33,6 +33,7 @@ class Service:
 
     def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
         self.llm, self.config = llm, config
+        llm.max_wakeups_per_second = config.max_chunks_per_second or None
         self.names = config.served_model_name or (llm.config.model,)
         self.created = int(time.time())
         self.metrics = Metrics(llm, self.names[0])

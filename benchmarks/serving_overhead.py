@@ -72,9 +72,9 @@ def serve(step_s: float, streams: int, tokens: int, max_chunks: float, profile: 
     async_llm.build_engine = lambda config: (engine, SamplingParams())  # type: ignore[assignment]
     llm = async_llm.AsyncLLM("stub")
     config = ServerConfig(port=0, access_log=False, max_chunks_per_second=max_chunks)
-    sys.setswitchinterval(run._SWITCH_INTERVAL)
-    with run._listening(config) as sock:
-        server = run._Server(run.uvicorn_config(llm, config))
+    sys.setswitchinterval(run.SWITCH_INTERVAL)
+    with run.listening(config) as sock:
+        server = run.make_server(llm, config)
 
         async def main() -> None:
             task = asyncio.create_task(server.serve(sockets=[sock]))
@@ -146,7 +146,9 @@ def main() -> None:
     else:
         here, there = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        process = context.Process(target=serve, args=(step_s, args.streams, args.tokens, args.max_chunks_per_second, args.profile, there))
+        process = context.Process(
+            target=serve, args=(step_s, args.streams, args.tokens, args.max_chunks_per_second, args.profile, there)
+        )
         process.start()
         seconds, events = asyncio.run(load(here.recv(), args.streams, args.tokens))
         here.send(None)

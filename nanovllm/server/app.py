@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -27,12 +29,27 @@ from nanovllm.server.service import Service
 
 
 def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
-    """The ASGI application that serves llm; its Service is app.state.service. Shutting llm down is the caller's."""
+    """The ASGI application that serves llm. Shutting llm down is the caller's.
+
+    app.state.service is its Service; app.state.on_exit: functions to call when the server is told to end, before it
+    waits for open connections.
+    """
+    service = Service(llm, config)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
     app = FastAPI(
-        title="nanovllm", version=__version__, root_path=config.root_path, description="OpenAI-compatible inference"
+        title="nanovllm",
+        version=__version__,
+        root_path=config.root_path,
+        description="OpenAI-compatible inference",
+        lifespan=lifespan,
     )
-    service = app.state.service = Service(llm, config)
-    app.router.on_shutdown.append(service.close) if hasattr(app.router, "on_shutdown") else None
+    app.state.service = service
+    app.state.on_exit = []
     add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from nanovllm.server.errors import ApiError
+
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 JsonObject = dict[str, Any]
 _MAX_SEED = 2**63 - 1
@@ -30,6 +32,7 @@ _UNSUPPORTED = (
     "web_search_options",
     "chat_template",
     "documents",
+    "continue_final_message",
 )
 
 
@@ -106,7 +109,8 @@ class SamplingRequest(BaseModel):
     def _refuse_unsupported(cls, data: Any) -> Any:
         for name in _UNSUPPORTED if isinstance(data, dict) else ():
             if data.get(name) not in (None, False, [], "auto", "none") and not (name == "best_of" and data[name] == 1):
-                raise ValueError(f"{name} is not supported by this server, got {json.dumps(data[name])[:80]}")
+                got = json.dumps(data[name])[:80]
+                raise ApiError(400, f"{name} is not supported by this server, got {got}", name)
         return data
 
 
@@ -220,7 +224,6 @@ class ChatRequest(SamplingRequest):
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: JsonObject | None = None
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
     reasoning_effort: str | None = None
 
     @property

@@ -19,7 +19,7 @@ from nanovllm.server.app import make_app
 from nanovllm.server.config import ServerConfig
 
 logger = logging.getLogger("nanovllm.server")
-_SWITCH_INTERVAL = 5e-5  # seconds after which the engine's thread gets Python back from a busy event loop
+SWITCH_INTERVAL = 5e-5  # seconds after which the engine's thread gets Python back from a busy event loop
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
@@ -29,17 +29,17 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
         OSError: the address cannot be had; told before the model is loaded.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
-    with _listening(config) as sock:
+    with listening(config) as sock:
         values = {name: getattr(engine_config, name) for name in engine_config.__dataclass_fields__}
         llm = AsyncLLM(**values)
         try:
-            server = _Server(uvicorn_config(llm, config))
+            server = make_server(llm, config)
             host, port = sock.getsockname()[:2]
             scheme = "https" if config.ssl_certfile else "http"
             where = f"[{host}]" if ":" in host else host
             logger.info("nanovllm: serving on %s://%s:%d (Ctrl-C ends it)", scheme, where, port)
             previous = sys.getswitchinterval()
-            sys.setswitchinterval(_SWITCH_INTERVAL)
+            sys.setswitchinterval(SWITCH_INTERVAL)
             try:
                 server.run(sockets=[sock])
             finally:
@@ -48,19 +48,21 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
             llm.shutdown()
 
 
-def uvicorn_config(llm: AsyncLLM, config: ServerConfig) -> uvicorn.Config:
-    """How uvicorn serves llm."""
-    return uvicorn.Config(
-        make_app(llm, config),
-        access_log=config.access_log,
-        log_level="info",
-        lifespan="on",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=math.ceil(config.keep_alive_timeout),
-        timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
-        ssl_keyfile=config.ssl_keyfile,
-        ssl_certfile=config.ssl_certfile,
+def make_server(llm: AsyncLLM, config: ServerConfig) -> uvicorn.Server:
+    """A server of llm that is not running yet: serve(sockets=[...]) of it runs in an event loop, run(...) makes one."""
+    return _Server(
+        uvicorn.Config(
+            make_app(llm, config),
+            access_log=config.access_log,
+            log_level="info",
+            lifespan="on",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=math.ceil(config.keep_alive_timeout),
+            timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+        )
     )
 
 
@@ -77,9 +79,15 @@ class _Server(uvicorn.Server):
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for call in self.config.app.state.on_exit:  # type: ignore[union-attr]
+            call()
+        await super().shutdown(sockets)
+
 
 @contextmanager
-def _listening(config: ServerConfig) -> Iterator[socket.socket]:
+def listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """A socket with the configured address; OSError when it cannot be had."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

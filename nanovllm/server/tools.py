@@ -47,7 +47,7 @@ class _Value:
     """Finds where a JSON value ends in text that comes in pieces."""
 
     def __init__(self) -> None:
-        self._depth, self._in_string, self._is_escaped, self._began = 0, False, False, False
+        self._depth, self._in_string, self._is_escaped, self.began = 0, False, False, False
 
     def end(self, text: str) -> int | None:
         """Index in text after the value's last character; None: it goes on."""
@@ -62,20 +62,20 @@ class _Value:
                     if not self._depth:
                         return i + 1
             elif c == '"':
-                self._in_string = self._began = True
+                self._in_string = self.began = True
             elif c in "{[":
                 self._depth += 1
-                self._began = True
+                self.began = True
             elif c in "}]":
                 if not self._depth:
                     return i  # a number or a word ended before it
                 self._depth -= 1
                 if not self._depth:
                     return i + 1
-            elif not self._depth and self._began and c in ", \n\t":
+            elif not self._depth and self.began and c in ", \n\t":
                 return i
             elif not c.isspace():
-                self._began = True
+                self.began = True
         return None
 
 
@@ -99,6 +99,8 @@ class _CallReader:
         if not self._is_named:
             yield from self._head()
         if self._value is not None:
+            if not self._value.began:
+                self.text = self.text.lstrip()
             end = self._value.end(self.text)
             given = self.text[:end]
             if given:

@@ -19,11 +19,13 @@ from nanovllm.server.config import ServerConfig
 from nanovllm.server.errors import ApiError, add_error_handlers
 from nanovllm.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from nanovllm.server.protocol import (
+    TOKEN_ID,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
-    TokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
 )
 from nanovllm.server.service import Service
 
@@ -54,6 +56,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_operations(app, service)
+    _bound_token_ids(app.openapi(), llm.engine.vocab_size)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)
     if config.api_key:
@@ -69,6 +72,14 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     return app
 
 
+def _bound_token_ids(schema: Any, vocab_size: int | None) -> None:
+    """Writes the model's vocabulary into the app's OpenAPI description, which FastAPI keeps."""
+    for value in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _bound_token_ids(value, vocab_size)
+    if isinstance(schema, dict) and schema.pop(TOKEN_ID, False) and vocab_size is not None:
+        schema["maximum"] = vocab_size - 1
+
+
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/completions", responses=responses.generations(responses.Completion))
     async def create_completion(body: CompletionRequest) -> Response:
@@ -78,17 +89,15 @@ def _add_generation(app: FastAPI, service: Service) -> None:
     async def create_chat_completion(body: ChatRequest) -> Response:
         return await chat.create(service, body)
 
-    @app.post("/v1/embeddings", responses=responses.errors(400, 401, 413), status_code=400)
+    @app.post("/v1/embeddings", include_in_schema=False)
     async def create_embedding(body: EmbeddingRequest) -> Response:
         raise ApiError(400, "embeddings are not supported: this server generates text", code="not_supported")
 
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=responses.errors(400, 401, 404, 413, 500), response_model=responses.Tokens)
-    async def tokenize(body: TokenizeRequest) -> Any:
+    async def tokenize(body: TokenizeTextRequest | TokenizeChatRequest) -> Any:
         service.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "expected either prompt or messages", "prompt")
         token_ids = await service.prepare(_tokenize, service, body)
         strings = None
         if body.return_token_strs:
@@ -102,11 +111,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return {"prompt": await service.prepare(_detokenize, service, body.tokens)}
 
 
-def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
-    if body.prompt is not None:
+def _tokenize(service: Service, body: TokenizeTextRequest | TokenizeChatRequest) -> list[int]:
+    if isinstance(body, TokenizeTextRequest):
         return service.tokenize(body.prompt, body.add_special_tokens)
     return service.render(
-        [m.for_template() for m in body.messages or ()],
+        [m.for_template() for m in body.messages],
         tools=[t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None,
         chat_template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,

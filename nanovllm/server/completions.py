@@ -26,8 +26,6 @@ async def create(service: Service, body: CompletionRequest) -> Answer:
     arrival = time.perf_counter()
     service.check_model(body.model)
     given: list[Any] = body.prompt if _is_several(body.prompt) else [body.prompt]  # type: ignore[assignment]
-    if not given:
-        raise ApiError(400, "prompt: expected at least one prompt, got none", "prompt")
     with service.admitted(len(given) * (body.n or 1)) as room:
         prompts, params = await service.prepare(_prepare, service, body, given)
         request_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"

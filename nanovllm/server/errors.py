@@ -74,10 +74,13 @@ def api_error(error: BaseException) -> ApiError:
 
 
 def _where(location: Sequence[Any]) -> str | None:
-    """("body", "messages", 0, "role") to "messages[0].role"."""
+    """("body", "messages", 0, "role") to "messages[0].role", without the names of a union's branches."""
     text = ""
     for part in location[1:]:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int") and not part.endswith("Request"):
+            text += f".{part}" if text else part
     return text or None
 
 
@@ -89,9 +92,9 @@ def _on_invalid(request: Request, error: Exception) -> JSONResponse:
         return ApiError(
             400, f"body: expected JSON, got an error at byte {first['loc'][-1]}: {first['ctx']['error']}"
         ).response()
-    # The branches of a union all complain: the deepest place is what the client meant.
-    deepest = max(problems, key=lambda p: len(p["loc"]))
-    param = _where([p for p in deepest["loc"] if not (isinstance(p, str) and "[" in p)])
+    # All branches of a union complain. What the client meant is the one that has the right type, and the deepest.
+    deepest = max(problems, key=lambda p: (not p["type"].endswith("_type"), len(p["loc"])))
+    param = _where(deepest["loc"])
     message = str(deepest["msg"]).removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}" if param else message, param).response()
 

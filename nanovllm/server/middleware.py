@@ -1,4 +1,4 @@
-"""What every request passes before the app: its key, and the size of its body. Plain ASGI, so that streams cost nothing."""
+"""What every request passes before the app: its key and its size. Plain ASGI, so that streams cost nothing."""
 
 from __future__ import annotations
 

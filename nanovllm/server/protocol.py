@@ -5,11 +5,23 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from nanovllm.server.errors import ApiError
 
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TOKEN_ID = "x-token-id"  # marks token ids in the OpenAPI description, for their bound
+
+
+def _whole(value: Any) -> Any:
+    """5.0 is an integer in JSON."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+TokenId = Annotated[Int, Field(ge=0, json_schema_extra={TOKEN_ID: True})]
+Prompt = Annotated[str, Field(min_length=1)]
+StopString = Annotated[str, Field(min_length=1)]
 JsonObject = dict[str, Any]
 _MAX_SEED = 2**63 - 1
 
@@ -36,13 +48,19 @@ _UNSUPPORTED = (
 )
 
 
-class StreamOptions(BaseModel):
+class _Strict(BaseModel):
+    """A "5" is no number, and a 1 no truth."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class StreamOptions(_Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchemaFormat(BaseModel):
-    model_config = ConfigDict(serialize_by_alias=True)
+class JsonSchemaFormat(_Strict):
+    model_config = ConfigDict(strict=True, serialize_by_alias=True)
 
     name: str = "schema"
     description: str | None = None
@@ -50,7 +68,7 @@ class JsonSchemaFormat(BaseModel):
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(_Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -61,19 +79,19 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(_Strict):
     """vLLM's structured_outputs: at most one of these."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     json_: JsonObject | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Annotated[list[StopString], Field(min_length=1)] | None = None
     grammar: str | None = None
 
 
-class SamplingRequest(BaseModel):
+class SamplingRequest(_Strict):
     """The fields of both kinds of completion."""
 
     model: str | None = None
@@ -81,27 +99,28 @@ class SamplingRequest(BaseModel):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=1e4)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: int | None = Field(1, ge=1, le=128)
-    stop: str | list[str] | None = None
-    seed: int | None = Field(None, ge=-_MAX_SEED, le=_MAX_SEED)
+    n: Int | None = Field(1, ge=1, le=128)
+    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    seed: Int | None = Field(None, ge=-_MAX_SEED, le=_MAX_SEED)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     # vLLM's
-    top_k: int | None = Field(None, ge=-1)
+    top_k: Int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: Int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: list[TokenId] | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=1e4)
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonObject | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    # vLLM's older names of structured_outputs
+    guided_json: SkipJsonSchema[JsonObject | str | None] = None
+    guided_regex: SkipJsonSchema[str | None] = None
+    guided_choice: SkipJsonSchema[list[str] | None] = None
+    guided_grammar: SkipJsonSchema[str | None] = None
     request_id: str | None = None
 
     @model_validator(mode="before")
@@ -115,31 +134,36 @@ class SamplingRequest(BaseModel):
 
 
 class CompletionRequest(SamplingRequest):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    max_tokens: int | None = Field(None, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    prompt: (
+        Prompt
+        | Annotated[list[Prompt], Field(min_length=1)]
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
+    max_tokens: Int | None = Field(None, ge=1)
+    logprobs: Int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
     add_special_tokens: bool = True
 
 
-class ContentPart(BaseModel):
-    type: str
+class ContentPart(_Strict):
+    type: Literal["text", "input_text", "refusal"]
     text: str | None = None
     refusal: str | None = None
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(_Strict):
     name: str
     arguments: str | JsonObject = "{}"
 
 
-class ToolCall(BaseModel):
+class ToolCall(_Strict):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(BaseModel):
+class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -149,11 +173,6 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        for part in self.content if isinstance(self.content, list) else ():
-            if part.type not in ("text", "refusal", "input_text"):
-                raise ValueError(
-                    f'content: expected parts of type "text", got {part.type!r} (the model reads text only)'
-                )
         if self.role == "user" and not self.text:
             raise ValueError("content: expected text in a message of role user, got none")
         return self
@@ -192,33 +211,33 @@ def _as_object(arguments: str | JsonObject) -> Any:
         return arguments
 
 
-class FunctionDefinition(BaseModel):
+class FunctionDefinition(_Strict):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(_Strict):
     type: Literal["function"] = "function"
     function: FunctionDefinition
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(_Strict):
     name: str
 
 
-class NamedToolChoice(BaseModel):
+class NamedToolChoice(_Strict):
     type: Literal["function"] = "function"
     function: NamedFunction
 
 
 class ChatRequest(SamplingRequest):
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Int | None = Field(None, ge=1)
+    max_completion_tokens: Int | None = Field(None, ge=1)
     logprobs: bool | None = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    top_logprobs: Int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True
@@ -231,22 +250,27 @@ class ChatRequest(SamplingRequest):
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeTextRequest(_Strict):
     model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    prompt: str
     add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(_Strict):
+    model: str | None = None
+    messages: list[Message] = Field(min_length=1)
+    tools: list[Tool] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: JsonObject | None = None
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(_Strict):
     model: str | None = None
     tokens: list[TokenId]
 
 
-class EmbeddingRequest(BaseModel):
+class EmbeddingRequest(_Strict):
     model: str | None = None
     input: Any = None

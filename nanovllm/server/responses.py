@@ -114,7 +114,8 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 def generations(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """The `responses` of a route that generates: `model`, or events."""
-    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    events = {"text/event-stream": {"schema": event}}
     text = "The whole answer, or with stream=true its pieces as server-sent events"
     ok: dict[int | str, dict[str, Any]] = {200: {"model": model, "content": events, "description": text}}
     return ok | errors(400, 401, 404, 413, 429, 500, 503, 504)

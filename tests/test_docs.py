@@ -79,7 +79,8 @@ def test_serving_page_has_every_flag_and_default() -> None:
     rows = {m[1]: m[2] for m in re.finditer(r"^\| `(--[a-z-]+)`[^|]*\| ([^|]*?) ?\|", page, re.MULTILINE)}
     for field in (*dataclasses.fields(ServerConfig), *dataclasses.fields(EngineConfig)):
         if field.name not in ("model", "api_key", "seed"):  # the last two are flags of `bench serve` too
-            default = {True: "on", False: "off", None: "", (): "", "": ""}.get(field.default, f"`{field.default}`")
+            shown = {"True": "on", "False": "off", "None": "", "()": "", "": ""}
+            default = shown.get(str(field.default), f"`{field.default}`")
             assert rows[f"--{field.name.replace('_', '-')}"] == default, field.name
 
 

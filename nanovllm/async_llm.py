@@ -60,7 +60,7 @@ class AsyncLLM:
         self._is_shut_down = False
         self._fatal: BaseException | None = None
         self._lock = threading.Lock()  # of the flag above and the order of commands
-        self.tokenizer_lock = threading.Lock()  # hold it to encode text
+        self._tokenizer_lock = threading.Lock()
         self._thread = threading.Thread(target=self._loop, name="nanovllm-engine", daemon=True)
         self._thread.start()
 
@@ -75,7 +75,7 @@ class AsyncLLM:
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
         """Token ids of a request that can run, from any thread; raises ValueError or TypeError for one that cannot."""
-        with self.tokenizer_lock if isinstance(prompt, str) else contextlib.nullcontext():
+        with self._tokenizer_lock if isinstance(prompt, str) else contextlib.nullcontext():
             return self.engine.check_request(prompt, params)
 
     async def generate(

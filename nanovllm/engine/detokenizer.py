@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 _REPLACEMENT = "�"
+_MAX_SHRINK = 3  # of bytes by a tokenizer's NFC: three Hangul letters become one syllable
 _Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -54,6 +55,13 @@ def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     if table is not None:
         return table[token_id]
     return tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False).encode()
+
+
+def longest_token_bytes(tokenizer: Any) -> int | None:
+    """Bytes of text that one token covers at most; None where the tokenizer is not byte-level."""
+    if _TokenBytes.of(tokenizer, skip_special_tokens=False) is None:
+        return None
+    return _MAX_SHRINK * max(len(token.encode()) for token in tokenizer.get_vocab())
 
 
 class _ByteText:

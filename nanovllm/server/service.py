@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nanovllm.async_llm import AsyncLLM
-from nanovllm.engine.chat import render_chat
+from nanovllm.engine.chat import render_chat_text
+from nanovllm.engine.detokenizer import longest_token_bytes
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.config import ServerConfig
 from nanovllm.server.errors import ApiError
@@ -20,7 +21,7 @@ from nanovllm.server.metrics import Metrics, RequestTimer
 from nanovllm.server.tools import detect_parser
 
 T = TypeVar("T")
-_NUM_WORKERS = 2  # threads that tokenise prompts and compile grammars
+_NUM_WORKERS = 4  # threads that tokenise prompts and compile grammars
 
 
 class Service:
@@ -44,6 +45,10 @@ class Service:
         self.tool_parser = detect_parser(template) if wants_tools == "auto" else wants_tools
         has_thoughts = "<think>" in template or "enable_thinking" in template
         self.reasoning_parser = ("think" if has_thoughts else "none") if wants_reasoning == "auto" else wants_reasoning
+        self._longest_token = None
+        if llm.tokenizer is not None:
+            llm.tokenizer.encode("")  # sets what the tokenizer's file left to be set, so that threads only read later
+            self._longest_token = longest_token_bytes(llm.tokenizer)
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="nanovllm-prepare")
         self.num_open = 0  # sequences asked for and not ended
 
@@ -95,16 +100,29 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
 
     def render(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
-        """Token ids of a conversation."""
-        with self.llm.tokenizer_lock:
-            return render_chat(self.llm.tokenizer, messages, chat_template=self.chat_template, **template)
+        """Token ids of a conversation.
+
+        Raises:
+            ValueError: the template refused it, or it is too long for the model.
+        """
+        text = render_chat_text(self.llm.tokenizer, messages, chat_template=self.chat_template, **template)
+        return self._encode(text, add_special_tokens=False)
 
     def tokenize(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
-        tokenizer = self.llm.tokenizer
-        if tokenizer is None:
+        """Token ids of a text; ValueError when it is too long for the model."""
+        if self.llm.tokenizer is None:
             raise ApiError(400, "prompt: expected token ids, because the model has no tokenizer, got text", "prompt")
-        with self.llm.tokenizer_lock:
-            return tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return self._encode(prompt, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        limit = self.llm.config.max_model_len
+        if self._longest_token is not None and (size := len(text.encode())) > limit * self._longest_token:
+            # Told without tokenising, which takes seconds for megabytes of text.
+            raise ValueError(
+                f"prompt of {size} bytes has at least {-(-size // self._longest_token)} tokens: expected fewer than "
+                f"max_model_len = {limit}"
+            )
+        return self.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def start(
         self, prompts: list[list[int]], params: SamplingParams, request_id: str, arrival: float, room: ExitStack

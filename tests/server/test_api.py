@@ -213,6 +213,17 @@ def test_api_keys(serve_fake: ServeFake) -> None:
     assert served.get("/v1/models").status_code == 401
 
 
+def test_megabytes_of_text_are_refused_at_once(bad_served: Served) -> None:
+    text = "the cat " * 1_000_000
+    bodies = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": text}]},
+        "/v1/completions": {"prompt": text},
+    }
+    bodies["/tokenize"] = {"prompt": text}
+    for path, body in bodies.items():
+        assert "bytes has at least" in error(bad_served.post(path, body), 400)["message"]
+
+
 def test_cors(serve_fake: ServeFake) -> None:
     served = serve_fake(writes("ok"), api_key=("key",), cors_origin=("https://chat.example",))
     ask = {"origin": "https://chat.example", "access-control-request-method": "POST"}

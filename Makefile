@@ -60,8 +60,8 @@ $(VENV)/.torch: | $(VENV)/.venv
 # The first build goes through pip, as a user's does; a later one compiles what changed. Both are quiet unless they fail.
 $(VENV)/.built: setup.py pyproject.toml $(SOURCES) | $(VENV)/.torch
 	@if [ ! -e $@ ] || [ pyproject.toml -nt $@ ]; then \
-	  echo '$(PIP) install -q --no-build-isolation -e .   # compiles: some minutes'; \
-	  PYTHONWARNINGS=ignore $(PIP) install -q --no-build-isolation -e .; \
+	  echo '$(PIP) install -q --no-build-isolation -e .[server]   # compiles: some minutes'; \
+	  PYTHONWARNINGS=ignore $(PIP) install -q --no-build-isolation -e '.[server]'; \
 	else \
 	  echo '$(PY) setup.py -q build_ext --inplace'; \
 	  $(PY) setup.py -q build_ext --inplace > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }; \

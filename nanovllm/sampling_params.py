@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json as json_module  # `json` is a field
+from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any
 
@@ -21,6 +22,50 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"SamplingParams.{name}: expected an integer {allowed}, got {value!r}")
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class StructuredOutputsParams:
+    """The form that an output must have: exactly one of these.
+
+    Args:
+        json: a JSON schema, as an object or its text.
+        json_object: True for any JSON object.
+        regex: the whole output matches it.
+        choice: the output is one of these strings.
+        grammar: a grammar in Lark's notation.
+    Raises:
+        ValueError: none or several are given, or a value is of the wrong kind. Whether a schema, regex or grammar makes
+        sense is seen when a request is added.
+    """
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | tuple[str, ...] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self) -> None:
+        names = [f.name for f in fields(self)]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            got = " and ".join(given) or "none"
+            raise ValueError(f"StructuredOutputsParams: expected one of {', '.join(names)}, got {got}")
+        for name in ("regex", "grammar"):
+            if not isinstance(getattr(self, name), (str, NoneType)):
+                raise ValueError(f"StructuredOutputsParams.{name}: expected a string, got {getattr(self, name)!r}")
+        if self.choice is not None:
+            is_list = isinstance(self.choice, (list, tuple)) and len(self.choice) > 0
+            if not is_list or not all(isinstance(c, str) and c for c in self.choice):
+                raise ValueError(f"StructuredOutputsParams.choice: expected non-empty strings, got {self.choice!r}")
+        if self.json is not None:
+            try:
+                schema = json_module.loads(self.json) if isinstance(self.json, str) else self.json
+                json_module.dumps(schema)
+            except (TypeError, ValueError) as e:
+                raise ValueError(f"StructuredOutputsParams.json: expected a JSON schema: {e}") from None
+            if not isinstance(schema, (dict, bool)):
+                raise ValueError(f"StructuredOutputsParams.json: expected a JSON schema, got {self.json!r}")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -46,6 +91,7 @@ class SamplingParams:
         frequency_penalty: times the token's count in the output, subtracted.
         logit_bias: token id to a value added to its logit.
         skip_special_tokens: leave special tokens out of the text (they stay in token_ids).
+        structured_outputs: the form that the output must have, by a grammar that masks the logits.
     Raises:
         ValueError: a value is out of range; the text names field, value and range. TypeError: an unknown keyword.
     """
@@ -67,6 +113,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
     stop_strings: tuple[str, ...] = field(init=False, repr=False)  # `stop`, always a tuple
 
     def __post_init__(self) -> None:
@@ -83,6 +130,9 @@ class SamplingParams:
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"SamplingParams.{name}: expected True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, NoneType)):
+            got = repr(self.structured_outputs)
+            raise ValueError(f"SamplingParams.structured_outputs: expected StructuredOutputsParams, got {got}")
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from nanovllm import CompletionOutput, RequestOutput, SamplingParams
+from nanovllm import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.cli import bench, chat, env, flags, generate, main, make_parser
 from nanovllm.config import EngineConfig
 from tests.real_model import REAL_MODEL, needs_real_model
 
-ENGINE_COMMANDS = ["generate", "chat", "bench throughput", "bench latency"]
+ENGINE_COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency"]
 ENGINE_FIELDS = [f for f in dataclasses.fields(EngineConfig) if f.name != "model"]
 # A value that differs from the default, where the generic ones below would be refused.
 ENGINE_VALUES = {
@@ -52,6 +52,7 @@ SAMPLING_VALUES = {
     "frequency_penalty": ("0.5", 0.5),
     "logit_bias": ('{"5": -1.5}', {5: -1.5}),
     "skip_special_tokens": (None, True),
+    "structured_outputs": ('{"regex": "a+"}', StructuredOutputsParams(regex="a+")),
 }
 
 

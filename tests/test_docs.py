@@ -1,6 +1,7 @@
 """What README and docs name exists, and their examples run."""
 
 import argparse
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from nanovllm.cli import make_parser
+from nanovllm.config import EngineConfig
+from nanovllm.server.config import ServerConfig
 from tests.real_model import needs_real_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,6 +67,21 @@ def test_commands_parse(page: str) -> None:
     for line in "\n".join(blocks(page, "bash")).splitlines():
         if line.startswith("nanovllm "):
             make_parser().parse_args(shlex.split(line, comments=True)[1:])
+
+
+def test_serving_page_has_every_flag_and_default() -> None:
+    commands = make_parser()._subparsers._group_actions[0].choices
+    kinds = commands["bench"]._subparsers._group_actions[0].choices
+    page = text_of("docs/serving.md")
+    for parser in (commands["serve"], kinds["serve"]):
+        flags = {f for f in parser._option_string_actions if f.startswith("--")} - {"--help", "--debug"}
+        assert not sorted(f for f in flags if f"`{f}`" not in page)
+    rows = {m[1]: m[2] for m in re.finditer(r"^\| `(--[a-z-]+)`[^|]*\| ([^|]*?) ?\|", page, re.MULTILINE)}
+    for field in (*dataclasses.fields(ServerConfig), *dataclasses.fields(EngineConfig)):
+        if field.name not in ("model", "api_key", "seed"):  # the last two are flags of `bench serve` too
+            shown = {"True": "on", "False": "off", "None": "", "()": "", "": ""}
+            default = shown.get(str(field.default), f"`{field.default}`")
+            assert rows[f"--{field.name.replace('_', '-')}"] == default, field.name
 
 
 def test_build_variables_exist() -> None:

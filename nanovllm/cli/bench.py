@@ -1,4 +1,4 @@
-"""`nanovllm bench`: throughput and latency of an engine."""
+"""`nanovllm bench`: throughput and latency of an engine, and load on a server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import dataclasses
 import json
 import sys
 
+from nanovllm.cli import bench_serve
 from nanovllm.cli.flags import add_engine_flags, engine_config, make_llm
 
-SUMMARY = "measure an engine on prompts of random token ids"
+SUMMARY = "measure an engine on prompts of random token ids, or a running server"
 _HEADS = {
     "seconds": "seconds",
     "time_to_first_token": "TTFT s",
@@ -39,13 +40,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{name}-len", type=int, default=128, metavar="N", help=f"{name} tokens of the request (default: 128)"
         )
     latency.add_argument("--runs", type=int, default=3, metavar="N", help="the median of this many (default: 3)")
-    for kind in (throughput, latency):
+    text = bench_serve.SUMMARY
+    serve = kinds.add_parser("serve", help=text, description=text, allow_abbrev=False)
+    bench_serve.add_arguments(serve)
+    for kind in (throughput, latency, serve):
         kind.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-        add_engine_flags(kind)
+        if kind is not serve:
+            add_engine_flags(kind)
         kind.set_defaults(parser=kind)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.kind == "serve":
+        return bench_serve.run(args)
     from nanovllm.bench import engine
 
     config = engine_config(args)

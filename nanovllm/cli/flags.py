@@ -7,14 +7,15 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import EngineConfig
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
+Config = TypeVar("Config")
 _SCALARS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 
 
@@ -24,26 +25,39 @@ def _flag(name: str) -> str:
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """MODEL, and a flag for every other field of EngineConfig."""
-    group = parser.add_argument_group("engine")
-    for field in dataclasses.fields(EngineConfig):
-        text = field.metadata["help"]
+    add_config_flags(parser, "engine", EngineConfig)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The validated engine options of a command line."""
+    return config_from(args, EngineConfig)
+
+
+def add_config_flags(parser: argparse.ArgumentParser, title: str, cls: type) -> None:
+    """A flag for every field of a configuration class whose fields have their "help" as metadata."""
+    group = parser.add_argument_group(title)
+    for field in dataclasses.fields(cls):
+        text = field.metadata["help"].replace("%", "%%")
         if field.name == "model":
             parser.add_argument("model", metavar="MODEL", help=text)
             continue
-        shown = "" if field.default is None else f" (default: {field.default})"
+        shown = "" if field.default in (None, ()) else f" (default: {field.default})"
         kind = str(field.type).split(" | ")[0]
         how: dict[str, Any]
         if kind == "bool":
             how = {"action": argparse.BooleanOptionalAction}
+        elif kind.startswith("tuple"):
+            how = {"action": "append", "metavar": field.name.split("_")[-1].upper()}
         else:
             how = {"type": _SCALARS[kind], "metavar": kind.upper()}
         group.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=text + shown, **how)
 
 
-def engine_config(args: argparse.Namespace) -> EngineConfig:
-    """The validated engine options of a command line."""
+def config_from(args: argparse.Namespace, cls: type[Config]) -> Config:
+    """The validated options of a command line for a class of add_config_flags."""
     given = vars(args)
-    return EngineConfig(**{f.name: given[f.name] for f in dataclasses.fields(EngineConfig) if f.name in given})
+    values = {f.name: given[f.name] for f in dataclasses.fields(cls) if f.name in given}  # type: ignore[arg-type]
+    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
 
 
 def make_llm(config: EngineConfig) -> LLM:
@@ -57,11 +71,16 @@ def _logit_bias(text: str) -> dict[int, float]:
     return {int(token_id): float(bias) for token_id, bias in json.loads(text).items()}
 
 
+def _structured_outputs(text: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(**json.loads(text))
+
+
 # Fields whose flag is not one value. A flag for `seed` is the engine's: it makes a command's output repeatable.
 _SPECIAL: dict[str, dict[str, Any]] = {
     "stop": {"action": "append", "metavar": "TEXT"},
     "stop_token_ids": {"action": "append", "type": int, "metavar": "ID"},
     "logit_bias": {"type": _logit_bias, "metavar": "JSON"},
+    "structured_outputs": {"type": _structured_outputs, "metavar": "JSON"},
 }
 _REPEATABLE = ("stop", "stop_token_ids")
 

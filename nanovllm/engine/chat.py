@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 
-def render_chat(
+def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
+    """Token ids of a conversation; the arguments and errors are those of render_chat_text."""
+    return tokenizer.encode(render_chat_text(tokenizer, messages, **template), add_special_tokens=False)
+
+
+def render_chat_text(
     tokenizer: Any,
     messages: list[dict[str, Any]],
     *,
@@ -14,8 +19,8 @@ def render_chat(
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
     tools: list[dict[str, Any]] | None = None,
-) -> list[int]:
-    """Token ids of a conversation.
+) -> str:
+    """The text of a conversation, special tokens in it.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -39,7 +44,7 @@ def render_chat(
     if enable_thinking is not None:
         variables["enable_thinking"] = enable_thinking
     try:
-        text = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             messages,
             tools=tools,
             chat_template=chat_template,
@@ -49,4 +54,3 @@ def render_chat(
         )
     except Exception as e:  # templates raise Jinja's own errors, and plain ones for roles they do not know
         raise ValueError(f"chat: the model's chat template refused the messages: {e}") from e
-    return tokenizer.encode(text, add_special_tokens=False)

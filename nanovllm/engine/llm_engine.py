@@ -12,6 +12,7 @@ import xxhash
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.grammar import Grammars
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -95,6 +96,7 @@ class LLMEngine:
         # Some checkpoints name ids that the model cannot produce; min_tokens would write their logits.
         self.eos_token_ids = frozenset(t for t in eos_token_ids if vocab_size is None or 0 <= t < vocab_size)
         self.scheduler = Scheduler(config, runner.num_kvcache_blocks)
+        self.grammars = Grammars(tokenizer, vocab_size, self.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self.num_requests = 0
         self._max_in_flight = 1 if overlap else 0
@@ -138,6 +140,8 @@ class LLMEngine:
         self._check_ids("SamplingParams.logit_bias", params.logit_bias or ())
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"SamplingParams.stop: the model has no tokenizer, got {params.stop!r}")
+        if params.structured_outputs is not None:
+            self.grammars.start(params.structured_outputs)
         return token_ids
 
     def add_request(
@@ -169,6 +173,7 @@ class LLMEngine:
                 request_id += "-"
         text = prompt if isinstance(prompt, str) else None
         request = Request(request_id, text, token_ids, params, time.perf_counter())
+        form = params.structured_outputs
         for index in range(params.n):
             seq = Sequence(
                 token_ids,
@@ -177,6 +182,7 @@ class LLMEngine:
                 self.eos_token_ids,
                 self.config.max_model_len,
                 self._seed(params, number, index),
+                None if form is None else self.grammars.start(form),
             )
             watched = self.tokenizer is not None and (stream or params.stop_strings)
             detokenizer = self._detokenizer(params) if watched else None
@@ -204,6 +210,13 @@ class LLMEngine:
         for seq in request.sequences:
             self.scheduler.finish(seq, "abort")
         request.finish_time = time.perf_counter()
+
+    def stop_sequence(self, seq: Sequence) -> None:
+        """Ends one completion of a request with reason "stop": its reader has found a stop string."""
+        self.scheduler.finish(seq, "stop")
+        request: Request = seq.data.request  # type: ignore[attr-defined]
+        if request.is_finished and self.requests.pop(request.request_id, None):
+            request.finish_time = time.perf_counter()
 
     # Steps
 

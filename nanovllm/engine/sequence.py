@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from enum import Enum, auto
 from itertools import count
+from typing import TYPE_CHECKING
 
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.grammar import Grammar
 
 _GREEDY = SamplingParams(temperature=0.0)
 
@@ -33,6 +37,7 @@ class Sequence:
         num_pending: tokens sampled by steps in flight.
         num_in_flight: launched steps that contain it and are not collected.
         row: its row in the runner's tables while it runs, else -1.
+        grammar: what the output may be, None for anything.
         is_stale: preempted while a step in flight contains it: that step's token counts, its K/V is gone.
     """
 
@@ -43,6 +48,7 @@ class Sequence:
         "data",
         "eos_token_ids",
         "finish_reason",
+        "grammar",
         "is_stale",
         "max_length",
         "num_cached_tokens",
@@ -73,6 +79,7 @@ class Sequence:
         eos_token_ids: frozenset[int] = frozenset(),
         max_model_len: int | None = None,
         seed: int = 0,
+        grammar: Grammar | None = None,
     ) -> None:
         self.seq_id = next(Sequence._ids)
         self.token_ids = list(token_ids)
@@ -84,7 +91,10 @@ class Sequence:
         self.num_prompt_tokens = len(token_ids)
         limit = self.num_prompt_tokens + params.max_tokens
         self.max_length = limit if max_model_len is None else min(limit, max_model_len)
-        self.waits_for_tokens = params.has_penalties  # its next step needs the last token on the host
+        self.grammar = grammar
+        self.waits_for_tokens = (
+            params.has_penalties or grammar is not None
+        )  # its next step needs the last token on the host
         self.status = SequenceStatus.WAITING
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None

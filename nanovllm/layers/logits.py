@@ -15,11 +15,11 @@ from nanovllm.outputs import Logprob
 def needs_processing(seq: Sequence) -> bool:
     """Whether process_row may ever change seq's logits."""
     p = seq.params
-    return p.has_penalties or bool(p.logit_bias) or p.min_tokens > 0
+    return p.has_penalties or bool(p.logit_bias) or p.min_tokens > 0 or seq.grammar is not None
 
 
 def process_row(logits: Tensor, seq: Sequence, num_completion_tokens: int) -> None:
-    """Applies seq's penalties, logit bias and min_tokens to its logits, in place.
+    """Applies seq's penalties, logit bias, min_tokens and grammar to its logits, in place.
 
     Args:
         logits: [vocab] float32.
@@ -41,8 +41,14 @@ def process_row(logits: Tensor, seq: Sequence, num_completion_tokens: int) -> No
     if p.logit_bias:
         ids = torch.tensor(list(p.logit_bias), device=logits.device)
         logits[ids] += torch.tensor(list(p.logit_bias.values())).to(logits)
-    if num_completion_tokens < p.min_tokens and seq.eos_token_ids:
-        logits[torch.tensor(sorted(seq.eos_token_ids), device=logits.device)] = -torch.inf
+    held = sorted(seq.eos_token_ids) if num_completion_tokens < p.min_tokens else []
+    if seq.grammar is not None:
+        allowed = seq.grammar.allowed(seq.completion_token_ids, len(logits))
+        if allowed.sum() == allowed[held].sum():  # complete: nothing but its end may come, min_tokens or not
+            held = []
+        logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -torch.inf)
+    if held:
+        logits[torch.tensor(held, device=logits.device)] = -torch.inf
 
 
 @dataclass(slots=True)

@@ -5,10 +5,18 @@ import random
 import pytest
 from engine.tokenizer import byte_tokenizer
 
-from nanovllm.engine.detokenizer import Detokenizer
+from nanovllm.engine.detokenizer import Detokenizer, _TokenBytes, token_bytes
 
 EOS = 0
 TEXTS = ["the cat sat", "naïve café", "日本語のテキスト", "emoji 👩‍👩‍👧 and 🏳️‍🌈!", "a�b", " leading", "x\n\n y\t"]
+
+
+@pytest.fixture(autouse=True, params=["bytes", "window"])
+def source(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test by the tokens' bytes, and by the window that tokenizers of other kinds need."""
+    if request.param == "window":
+        monkeypatch.setattr(_TokenBytes, "of", lambda tokenizer, skip_special_tokens: None)
+    return request.param
 
 
 def feed(text: str, **options: object) -> tuple[Detokenizer, list[str], bool]:
@@ -39,11 +47,11 @@ def test_pieces_add_up_and_hold_whole_characters(text: str) -> None:
     assert len(byte_tokenizer().encode("日")) == 3 and len(byte_tokenizer().encode("👩")) == 4  # split over tokens
 
 
-def test_incomplete_character_shows_at_the_end_only() -> None:
+def test_incomplete_character_shows_at_the_end_only(source: str) -> None:
     tokenizer = byte_tokenizer()
     detokenizer = Detokenizer(tokenizer)
     detokenizer.update(tokenizer.encode("ab日")[:-1])
-    assert detokenizer.text == ""
+    assert detokenizer.text == ("ab" if source == "bytes" else "")
     detokenizer.finish()
     assert detokenizer.text == "ab�" == tokenizer.decode(tokenizer.encode("ab日")[:-1])
 
@@ -120,3 +128,31 @@ def test_stop_string_of_held_back_bytes_is_found_at_the_end() -> None:
         assert not detokenizer.update([token_id])
     assert detokenizer.finish()
     assert (detokenizer.text, detokenizer.stop_reason) == ("a", "b�")
+
+
+@pytest.mark.parametrize("stop", [(), ("sat",), ("zz", "t o")])
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_advance_gives_what_update_and_finish_give(stop: tuple[str, ...], step: int) -> None:
+    tokenizer = byte_tokenizer()
+    ids = tokenizer.encode("the cat 日本 sat on")
+    whole = Detokenizer(tokenizer, stop)
+    stopped = any(whole.update([t]) for t in ids) or whole.finish()
+    detokenizer, text = Detokenizer(tokenizer, stop), ""
+    for start in range(0, len(ids), step):
+        text += detokenizer.advance(ids[start : start + step], finished=start + step >= len(ids))
+        if detokenizer.stop_reason is not None:
+            break
+    assert text == whole.text and (detokenizer.stop_reason is not None) == stopped
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_and_unknown_tokens(skip: bool) -> None:
+    tokenizer = byte_tokenizer()
+    ids = [EOS, *tokenizer.encode("a b"), EOS, len(tokenizer) + 5, *tokenizer.encode("é")]
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    for token_id in ids:
+        detokenizer.update([token_id])
+    detokenizer.finish()
+    assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert b"".join(token_bytes(tokenizer, t) for t in tokenizer.encode("é")) in ("é".encode(), "�".encode() * 2)
+    assert token_bytes(tokenizer, EOS) == b"<eos>"

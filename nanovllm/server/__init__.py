@@ -1,0 +1,1 @@
+"""The OpenAI-compatible HTTP server; needs `pip install 'nanovllm[server]'`."""

@@ -1,0 +1,98 @@
+"""From a configuration to a server that listens, and to its orderly end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from nanovllm.async_llm import AsyncLLM
+from nanovllm.config import EngineConfig
+from nanovllm.server.app import make_app
+from nanovllm.server.config import ServerConfig
+
+logger = logging.getLogger("nanovllm.server")
+SWITCH_INTERVAL = 5e-5  # seconds after which the engine's thread gets Python back from a busy event loop
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
+    """Loads the model and serves it until SIGTERM or Ctrl-C; running requests then get shutdown_timeout to end.
+
+    Raises:
+        OSError: the address cannot be had; told before the model is loaded.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    with listening(config) as sock:
+        values = {name: getattr(engine_config, name) for name in engine_config.__dataclass_fields__}
+        llm = AsyncLLM(**values)
+        try:
+            server = make_server(llm, config)
+            host, port = sock.getsockname()[:2]
+            scheme = "https" if config.ssl_certfile else "http"
+            where = f"[{host}]" if ":" in host else host
+            logger.info("nanovllm: serving on %s://%s:%d (Ctrl-C ends it)", scheme, where, port)
+            previous = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_INTERVAL)
+            try:
+                server.run(sockets=[sock])
+            finally:
+                sys.setswitchinterval(previous)
+        finally:
+            llm.shutdown()
+
+
+def make_server(llm: AsyncLLM, config: ServerConfig) -> uvicorn.Server:
+    """A server of llm that is not running yet: serve(sockets=[...]) of it runs in an event loop, run(...) makes one."""
+    return _Server(
+        uvicorn.Config(
+            make_app(llm, config),
+            access_log=config.access_log,
+            log_level="info",
+            lifespan="on",
+            ws="none",
+            server_header=False,
+            timeout_keep_alive=math.ceil(config.keep_alive_timeout),
+            timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
+            ssl_keyfile=config.ssl_keyfile,
+            ssl_certfile=config.ssl_certfile,
+        )
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which would end the process with the signal that stopped it, before the engine is shut down."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        previous = {number: signal.signal(number, self.handle_exit) for number in signals}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for call in self.config.app.state.on_exit:  # type: ignore[union-attr]
+            call()
+        await super().shutdown(sockets)
+
+
+@contextmanager
+def listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """A socket with the configured address; OSError when it cannot be had."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((config.host, config.port))
+        except OSError as e:
+            raise OSError(f"serve: cannot listen on {config.host}:{config.port}: {e.strerror}") from e
+        yield sock

@@ -1,0 +1,95 @@
+"""`nanovllm serve` as a process: it says where it listens, serves, and ends in order."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from engine.tokenizer import byte_tokenizer
+from server.served import PATIENCE
+
+from nanovllm.cli import main, make_parser
+from nanovllm.server.config import ServerConfig
+from tests.tiny import save_tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = save_tiny(tmp_path_factory.mktemp("tiny"), "Qwen3ForCausalLM", vocab_size=300, eos_token_id=0)
+    byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def process(model: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "nanovllm", "serve", str(model), "--port", "0", "--device", "cpu"]
+    command += ["--max-model-len", "200", "--shutdown-timeout", "20"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """Where it listens, once it does."""
+    url, lines = "", ""
+    while "Application startup complete" not in lines:
+        line = process.stderr.readline()  # type: ignore[union-attr]
+        assert line, f"the server ended: {lines}"
+        lines += line
+        url = found[0] if (found := re.findall(r"http://\S+", line)) else url
+    return url
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_serves_until_a_signal(process: subprocess.Popen[str], number: int) -> None:
+    url = url_of(process)
+    body = {"prompt": "the cat", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(number)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"  # what runs may end
+    assert process.wait(PATIENCE) == 0
+    assert "Traceback" not in process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_an_address_in_use_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "no/such-model", "--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        (["--port", "70000"], "port: expected a number in [0, 65535], got 70000"),
+        (["--tool-call-parser", "magic"], "tool_call_parser: expected one of auto, none, hermes, llama3_json"),
+        (["--reasoning-parser", "x"], "reasoning_parser: expected one of auto, none, think, got 'x'"),
+        (["--max-queue", "-1"], "max_queue: expected a number >= 0, got -1"),
+        (["--max-body-bytes", "0"], "max_body_bytes: expected a number >= 1, got 0"),
+        (["--api-key", ""], "api_key: expected non-empty text"),
+        (["--ssl-keyfile", "x"], "ssl_keyfile, ssl_certfile: expected both or neither"),
+        (["--chat-template", "/no/file"], "chat_template: expected a file, got '/no/file'"),
+        (["--root-path", "x"], "root_path: expected a path that starts with /, got 'x'"),
+    ],
+)
+def test_bad_flags(line: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "no/such-model", *line]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_flags_become_the_configuration() -> None:
+    from nanovllm.cli.flags import config_from
+
+    line = ["serve", "m", "--api-key", "a", "--api-key", "b", "--no-access-log", "--request-timeout", "2.5"]
+    config = config_from(make_parser().parse_args(line), ServerConfig)
+    assert config == ServerConfig(api_key=("a", "b"), access_log=False, request_timeout=2.5)

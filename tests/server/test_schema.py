@@ -1,0 +1,28 @@
+"""The OpenAPI description and the server agree: requests made from it break neither the server nor its word."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine.fakes import by_hash
+from server.served import VOCAB, fake_llm, serving, wait_idle
+
+pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+# A description cannot say that a prompt fits the context or that a regular expression compiles: such requests are
+# refused with 400, which positive_data_acceptance takes for a fault.
+EXCLUDED = "positive_data_acceptance"
+
+
+def test_schemathesis_finds_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    llm = fake_llm(monkeypatch, by_hash(VOCAB), num_blocks=512)
+    command = [str(Path(sys.executable).with_name("schemathesis")), "--no-color", "run"]
+    with serving(llm, served_model_name=("fake",)) as served:
+        command += [f"{served.url}/openapi.json", "--exclude-checks", EXCLUDED, "--max-examples", "5", "--seed", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert served.get("/health").status_code == 200
+        wait_idle(llm.engine)
+    llm.shutdown()

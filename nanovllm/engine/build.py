@@ -113,6 +113,8 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         ValueError, NotImplementedError: the model or an option is not supported; the text names it.
     """
     from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.layers.attention import Attention
+    from nanovllm.layers.attention_backends import make_backend
     from nanovllm.loader import dummy, source, weights
     from nanovllm.models.registry import model_class
 
@@ -127,12 +129,18 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     # Positions end at max_model_len: so does the rotary table (its scaling is already resolved).
     model_config = dataclasses.replace(model_config, dtype=dtype, max_position_embeddings=max_model_len)
     check_shapes(config, model_config, device)
+    backend = make_backend(config.attention_backend, device)
+    if not backend.graph_safe:
+        config = dataclasses.replace(config, enforce_eager=True)
     tokenizer = source.load_tokenizer(where)
     generation_config = source.load_generation_config(where)
     if config.load_format != "dummy":
         weights.check_sizes(model_config, where)
     with device:
         model = model_class(model_config.architecture)(model_config)
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.backend = backend
     if config.load_format == "dummy":
         dummy.fill_dummy(model, config.seed)
     else:
@@ -149,7 +157,7 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         model_config.vocab_size,
         overlap,
     )
-    _say_ready(engine, model_config, device, dtype, loaded - start, time.perf_counter() - loaded)
+    _say_ready(engine, model_config, device, dtype, backend.name, loaded - start, time.perf_counter() - loaded)
     return engine, sampling_defaults(generation_config)
 
 
@@ -158,13 +166,15 @@ def _say_ready(
     model: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
+    backend: str,
     load: float,
     warm_up: float,
 ) -> None:
     blocks, size = engine.runner.num_kvcache_blocks, engine.config.kvcache_block_size
     text = (
-        f"nanovllm: {model.architecture} in {str(dtype).removeprefix('torch.')} on {device}, loaded in {load:.1f} s, "
-        f"warmed up in {warm_up:.1f} s; KV cache holds {blocks * size:,} tokens ({blocks:,} blocks of {size})"
+        f"nanovllm: {model.architecture} in {str(dtype).removeprefix('torch.')} on {device}, {backend} attention, "
+        f"loaded in {load:.1f} s, warmed up in {warm_up:.1f} s; KV cache holds {blocks * size:,} tokens ({blocks:,} "
+        f"blocks of {size}{', fp8_e4m3' if engine.config.kv_cache_dtype == 'fp8_e4m3' else ''})"
     )
     if logger.handlers or logging.getLogger().handlers:
         logger.info(text)

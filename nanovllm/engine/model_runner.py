@@ -60,6 +60,7 @@ class ModelRunner:
     ) -> None:
         self.config, self.model_config, self.model = config, model_config, model
         self.device, self.dtype, self.block_size = device, dtype, config.kvcache_block_size
+        self.kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
         rows, width, tokens = config.max_running, config.max_blocks_per_seq, config.max_num_batched_tokens
         self.rows = RowTable(rows, width, device)
         per_row = 12 * width + 128  # bytes that a step may send of a row: its whole block table, and scalars
@@ -86,13 +87,13 @@ class ModelRunner:
     def _empty_cache(self, num_blocks: int) -> Tensor:
         m = self.model_config
         shape = (2, m.num_layers, num_blocks, self.block_size, m.num_kv_heads, m.head_dim)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.kv_cache_dtype, device=self.device)
 
     def _num_kvcache_blocks(self) -> int:
         c, m = self.config, self.model_config
         if c.num_kvcache_blocks > 0:
             return c.num_kvcache_blocks
-        size = block_bytes(m.num_layers, self.block_size, m.num_kv_heads, m.head_dim, self.dtype.itemsize)
+        size = block_bytes(m.num_layers, self.block_size, m.num_kv_heads, m.head_dim, self.kv_cache_dtype.itemsize)
         if c.kv_cache_memory_bytes is None and self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             stats = torch.cuda.memory_stats(self.device)

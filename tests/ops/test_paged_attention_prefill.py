@@ -12,6 +12,7 @@ from nanovllm import ops
 E4M3 = torch.float8_e4m3fn
 K_SCALE, V_SCALE = 0.5, 2.0  # exact in every dtype
 
+
 @dataclass(frozen=True)
 class Case:
     context_lens: tuple[int, ...] = (1, 64, 65, 130, 200, 33)

@@ -31,13 +31,20 @@ class StepHandle:
     """Where the results of a launched step will be.
 
     token_ids: [>= num_sampled] int64 on the host, written by the device; index: where batch.sampled is in it, None for
-    its first places. event: when it is written; None: at once.
+    its first places. event: when it is written; None: at once. start: when the device began, where it is timed.
     """
 
     token_ids: Tensor
     index: np.ndarray | None = None
     event: torch.cuda.Event | None = None
     logprobs: Logprobs | None = None
+    start: torch.cuda.Event | None = None
+
+    def device_seconds(self) -> float | None:
+        """Time on the device of a collected step, from its launch or the end of the step before; None: not timed."""
+        if self.start is None or self.event is None:
+            return None
+        return self.start.elapsed_time(self.event) * 1e-3
 
 
 class ModelRunner:
@@ -71,6 +78,7 @@ class ModelRunner:
         pin = device.type == "cuda"
         self._host_token_ids = [torch.empty(rows, dtype=torch.int64, pin_memory=pin) for _ in range(2)]  # take turns
         self._turn = 0
+        self.times_steps = False  # on CUDA: with events, for an observer
         heads = (model_config.num_q_heads, model_config.num_kv_heads, model_config.head_dim)
         self.plan = torch.empty(ops.decode_plan_numel(rows, device), dtype=torch.int32, device=device)
         numel = ops.decode_workspace_numel(rows, config.max_model_len, *heads, device)
@@ -170,11 +178,18 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle:
         """Enqueues a step; its token ids are on the device for the next launch at once, for the host after collect."""
+        start = None
+        if self.times_steps and self.device.type == "cuda":
+            start = torch.cuda.Event(enable_timing=True)
+            start.record()
         size = self.graphs.bucket(batch) if self.graphs is not None else None
         if size is not None:
             token_ids, index = self.graphs.launch(batch, size)
-            return self._handle(token_ids, index)
-        return self._launch_eagerly(batch)
+            handle = self._handle(token_ids, index)
+        else:
+            handle = self._launch_eagerly(batch)
+        handle.start = start
+        return handle
 
     def _launch_eagerly(self, batch: Batch) -> StepHandle:
         seqs = batch.decodes + [c.seq for c in batch.chunks]
@@ -238,7 +253,7 @@ class ModelRunner:
         self._turn ^= 1
         host = self._host_token_ids[self._turn][: len(token_ids)]
         host.copy_(token_ids, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=self.times_steps)
         event.record()
         return StepHandle(host, index, event, logprobs)
 

@@ -22,13 +22,13 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """MODEL, and a flag for every other field of EngineConfig."""
+def add_engine_flags(parser: argparse.ArgumentParser, model_is_optional: bool = False) -> None:
+    """MODEL (None where it is optional and not given), and a flag for every other field of EngineConfig."""
     group = parser.add_argument_group("engine")
     for field in dataclasses.fields(EngineConfig):
         text = field.metadata["help"]
         if field.name == "model":
-            parser.add_argument("model", metavar="MODEL", help=text)
+            parser.add_argument("model", metavar="MODEL", nargs="?" if model_is_optional else None, help=text)
             continue
         shown = "" if field.default is None else f" (default: {field.default})"
         kind = str(field.type).split(" | ")[0]

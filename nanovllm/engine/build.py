@@ -112,6 +112,7 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     Raises:
         ValueError, NotImplementedError: the model or an option is not supported; the text names it.
     """
+    begin = time.perf_counter()
     from nanovllm.engine.model_runner import ModelRunner
     from nanovllm.layers.attention import Attention
     from nanovllm.layers.attention_backends import make_backend
@@ -157,23 +158,22 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         model_config.vocab_size,
         overlap,
     )
-    _say_ready(engine, model_config, device, dtype, backend.name, loaded - start, time.perf_counter() - loaded)
+    engine.startup_seconds = {
+        "import": start - begin,
+        "weights": loaded - start,
+        "warm-up": time.perf_counter() - loaded - runner.capture_seconds,
+        "graphs": runner.capture_seconds,
+    }
+    _say_ready(engine, model_config, device, dtype, backend.name)
     return engine, sampling_defaults(generation_config)
 
 
-def _say_ready(
-    engine: LLMEngine,
-    model: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str,
-    load: float,
-    warm_up: float,
-) -> None:
+def _say_ready(engine: LLMEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str) -> None:
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.startup_seconds.items())
     blocks, size = engine.runner.num_kvcache_blocks, engine.config.kvcache_block_size
     text = (
         f"nanovllm: {model.architecture} in {str(dtype).removeprefix('torch.')} on {device}, {backend} attention, "
-        f"loaded in {load:.1f} s, warmed up in {warm_up:.1f} s; KV cache holds {blocks * size:,} tokens ({blocks:,} "
+        f"{phases}; KV cache holds {blocks * size:,} tokens ({blocks:,} "
         f"blocks of {size}{', fp8_e4m3' if engine.config.kv_cache_dtype == 'fp8_e4m3' else ''})"
     )
     if logger.handlers or logging.getLogger().handlers:

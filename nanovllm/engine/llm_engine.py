@@ -100,6 +100,7 @@ class LLMEngine:
         self.num_requests = 0
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[tuple[Batch, Any]] = deque()  # launched, not collected; oldest first
+        self.startup_seconds: dict[str, float] = {}  # by phase, from whoever built the engine
         self.observer: Observer | None = None  # while somebody watches: see observe() in engine/observer.py
 
     # Requests

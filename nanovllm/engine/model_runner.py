@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -88,7 +89,9 @@ class ModelRunner:
         self.graphs = DecodeGraphs(self) if device.type == "cuda" and not config.enforce_eager else None
         self.num_kvcache_blocks = self._num_kvcache_blocks()
         self.allocate_kv_cache(self.num_kvcache_blocks)
+        start = time.perf_counter()
         self.capture_cudagraph()
+        self.capture_seconds = time.perf_counter() - start
 
     # Memory
 

@@ -81,8 +81,8 @@ def _bytes(model: nn.Module, param: nn.Parameter) -> int:
     """Bytes of a weight; of its quantised blocks where a layer reads those."""
     for layer in model.modules():
         packed = getattr(layer, "packed", None)
-        if packed and layer.weight is param:
-            return sum(p.blocks.nbytes for p in packed)
+        if packed is not None and layer.weight is param:
+            return packed.blocks.nbytes
     return param.nbytes
 
 

@@ -14,7 +14,7 @@ from nanovllm import ops
 from nanovllm.config import DEFAULT_CPU_KV_BYTES, EngineConfig
 from nanovllm.engine.batch import Batch, Chunk
 from nanovllm.engine.context import Context, set_context
-from nanovllm.engine.kv_cache import block_bytes, num_blocks_in_bytes, num_blocks_on_gpu
+from nanovllm.engine.kv_cache import block_bytes, max_useful_blocks, num_blocks_in_bytes, num_blocks_on_gpu
 from nanovllm.engine.row_table import Arrays, RowTable
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.staging import StagingBuffer
@@ -110,7 +110,8 @@ class ModelRunner:
             stats = torch.cuda.memory_stats(self.device)
             peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
             free -= self._graph_bytes()
-            return num_blocks_on_gpu(total, free, peak, current, c.gpu_memory_utilization, size)
+            most = max_useful_blocks(c.max_running, c.max_blocks_per_seq)
+            return num_blocks_on_gpu(total, free, peak, current, c.gpu_memory_utilization, size, most)
         memory = c.kv_cache_memory_bytes or DEFAULT_CPU_KV_BYTES
         return num_blocks_in_bytes(memory, size, c.max_running * c.max_blocks_per_seq)
 

@@ -162,7 +162,7 @@ def test_other_cache_schemes_are_refused(tmp_path):
 def test_tokens_on_the_gpu_are_near_those_of_an_exact_cache(qwen3):
     hf = tiny_model("Qwen3ForCausalLM").bfloat16().cuda()
     cuda = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_dtype": FP8}
-    cuda["max_num_seqs"] = 64
+    cuda |= {"max_num_seqs": 64, "num_kvcache_blocks": 1000}
     for name in ("plain", "chunks", "eager, no overlap", "few blocks: preemption"):
         with make_llm(qwen3, **cuda | GPU_OPTIONS[name]) as llm:
             assert_near(hf, tokens_of(llm), name)
@@ -173,6 +173,7 @@ def test_tokens_on_the_gpu_are_near_those_of_an_exact_cache(qwen3):
 @pytest.mark.gpu
 def test_half_the_bytes_on_the_gpu(qwen3):
     cuda = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_utilization": 0.3, "enforce_eager": True}
+    cuda["kvcache_block_size"] = 1024  # a tiny model would have millions of small ones
     blocks = []
     for dtype in ("auto", FP8):
         with make_llm(qwen3, kv_cache_dtype=dtype, **cuda) as llm:

@@ -146,7 +146,7 @@ def test_tokens_on_the_gpu_follow_transformers(qwen3, backend):
     """In bf16, each token the most likely one of transformers' own bf16 logits, or within 4 last bits of it."""
     hf = tiny_model("Qwen3ForCausalLM").bfloat16().cuda()
     size = 256 if backend == "flash_attn" else 16
-    cuda = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_utilization": 0.3, "max_num_seqs": 64}
+    cuda = {"device": "cuda", "dtype": "bfloat16", "num_kvcache_blocks": 1000, "max_num_seqs": 64}
     for name in ("plain", "chunks"):
         options = GPU_OPTIONS[name] | {"kvcache_block_size": size, "attention_backend": backend}
         with make_llm(qwen3, **cuda | options) as llm:

@@ -14,8 +14,10 @@ import pydoc_data.topics
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from nanovllm import LLM, SamplingParams, __version__
+from nanovllm.engine.context import Context
 
 CHUNK, WINDOW, NUM_WINDOWS = 16, 1024, 16
 PIECE, NUM_PIECES, NUM_GREEDY = 64, 48, 64
@@ -34,19 +36,23 @@ def windows(token_ids: list[int], length: int, count: int) -> Windows:
 
 def read(llm: LLM, texts: Windows) -> tuple[float, list[int]]:
     """Mean negative log likelihood (nats a token) of the windows, and the most likely token at every position."""
-    rows: list[torch.Tensor] = []
-    model = llm.engine.runner.model
-    hook = model.model.register_forward_hook(lambda module, args, hidden: rows.append(hidden.clone()))
+    runner = llm.engine.runner
+    run_model, rows = runner.run_model, []
+
+    def run_and_keep(input_ids: Tensor, positions: Tensor, context: Context, logits_indices: Tensor) -> Tensor:
+        rows.append(run_model(input_ids, positions, context, None).float())
+        return rows[-1][logits_indices]
+
+    runner.run_model = run_and_keep
     total, best = 0.0, []
     for text in texts:
         rows.clear()
         llm.generate([text], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
-        with torch.inference_mode():
-            logits = model.compute_logits(torch.cat(rows)[: len(text)]).float()
+        logits = torch.cat(rows)[: len(text) - 1]
         targets = torch.tensor(text[1:], device=logits.device)
-        total += torch.nn.functional.cross_entropy(logits[:-1], targets, reduction="sum").item()
-        best += logits[:-1].argmax(-1).tolist()
-    hook.remove()
+        total += torch.nn.functional.cross_entropy(logits, targets, reduction="sum").item()
+        best += logits.argmax(-1).tolist()
+    runner.run_model = run_model
     return total / len(best), best
 
 

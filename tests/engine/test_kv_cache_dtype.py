@@ -8,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM
 from tests.engine.test_end_to_end import MAX_TOKENS, OPTIONS, PARAMS, PROMPTS
-from tests.engine.test_engine_on_gpu import GPU_OPTIONS
 from tests.tiny import save_tiny, tiny_model
 
 FP8 = "fp8_e4m3"
@@ -158,13 +157,20 @@ def test_other_cache_schemes_are_refused(tmp_path):
 # On a GPU
 
 
+GPU_OPTIONS = {
+    "plain": {},
+    "chunks": {"max_num_batched_tokens": 37},
+    "eager, no overlap": {"enforce_eager": True, "overlap": False},
+    "few blocks": {"num_kvcache_blocks": 24},
+}
+
+
 @pytest.mark.gpu
 def test_tokens_on_the_gpu_are_near_those_of_an_exact_cache(qwen3):
     hf = tiny_model("Qwen3ForCausalLM").bfloat16().cuda()
-    cuda = {"device": "cuda", "dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_dtype": FP8}
-    cuda |= {"max_num_seqs": 64, "num_kvcache_blocks": 1000}
-    for name in ("plain", "chunks", "eager, no overlap", "few blocks: preemption"):
-        with make_llm(qwen3, **cuda | GPU_OPTIONS[name]) as llm:
+    cuda = {"device": "cuda", "dtype": "bfloat16", "max_num_seqs": 64, "num_kvcache_blocks": 1000}
+    for name, options in GPU_OPTIONS.items():
+        with make_llm(qwen3, kv_cache_dtype=FP8, **cuda | options) as llm:
             assert_near(hf, tokens_of(llm), name)
             if llm.config.enable_prefix_caching:
                 assert_near(hf, tokens_of(llm), f"{name}, cached prefixes")

@@ -1,0 +1,53 @@
+"""What a run in bf16 may do: choose another token than fp32 only where rounding alone can have turned the order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm import RequestOutput
+from tests.tiny import tiny_model
+
+
+class NearTies:
+    """A tiny model of transformers in fp32 and in bf16, with the same weights (those of bf16).
+
+    The noise of bf16 is the largest difference of the two models' logits over all texts seen. Another bf16 run has
+    noise of that size too, in either of two logits, so its token may be behind fp32's best one by twice as much.
+    """
+
+    def __init__(self, architecture: str, device: str = "cpu", **sizes: Any) -> None:
+        self._bf16 = tiny_model(architecture, **sizes).bfloat16().to(device)
+        self._fp32 = tiny_model(architecture, **sizes).bfloat16().float().to(device)
+        self._known: dict[str, tuple[Tensor, float]] = {}  # most runs give the same texts
+
+    @torch.no_grad()
+    def _logits(self, model: Any, prompt: list[int], token_ids: list[int]) -> Tensor:
+        """Logits [len(token_ids), vocab] that choose each token."""
+        ids = torch.tensor([prompt + token_ids], device=model.device)
+        return model(ids).logits[0, len(prompt) - 1 : -1].float()
+
+    def check(self, prompts: Sequence[list[int]], outputs: Sequence[RequestOutput], what: str) -> None:
+        """Every greedy token is fp32's own or a near tie, most are its own; logprobs, where asked for, are as near."""
+        behind: list[Tensor] = []
+        noise = 0.0
+        logprob_error = 0.0
+        for prompt, out in zip(prompts, outputs, strict=True):
+            key = f"{prompt} {out.token_ids}"
+            if key not in self._known:
+                logits = self._logits(self._fp32, prompt, out.token_ids)
+                other = self._logits(self._bf16, prompt, out.token_ids)
+                self._known[key] = logits, float((other - logits).abs().max())
+            logits, difference = self._known[key]
+            noise = max(noise, difference)
+            chosen = logits.gather(1, torch.tensor(out.token_ids, device=logits.device)[:, None])[:, 0]
+            behind.append(logits.max(dim=1).values - chosen)
+            for row, entry in zip(logits.log_softmax(-1).tolist(), out.logprobs or []):
+                logprob_error = max(logprob_error, *(abs(row[t] - x.logprob) for t, x in entry.items()))
+        worst, own = float(torch.cat(behind).max()), float((torch.cat(behind) == 0).float().mean())
+        assert noise > 0 and worst <= 2 * noise, f"{what}: a token is {worst:.3f} behind, the noise is {noise:.3f}"
+        assert own > 0.9, f"{what}: only {own:.0%} of the tokens are fp32's"
+        assert logprob_error <= 2 * noise, f"{what}: a logprob is off by {logprob_error:.3f}, the noise is {noise:.3f}"

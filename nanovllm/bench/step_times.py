@@ -47,10 +47,11 @@ class Step:
 
 
 class StepTimes:
-    """Stands where an engine's observer stands, and writes down every step."""
+    """Stands where an engine's observer stands, before the one that was there, and writes down every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, next_observer: Any = None) -> None:
         self.steps: list[Step] = []
+        self._next = next_observer
         self._in_flight: deque[Step] = deque()
         self._launched: Step | None = None
         self._collected: Step | None = None
@@ -62,6 +63,8 @@ class StepTimes:
         self._begin = perf_counter()
         self._first = self._first or self._begin
         self._launched = self._collected = None
+        if self._next is not None:
+            self._next.step_begins()
 
     def scheduled(self, batch: Batch) -> None:
         self._after = perf_counter()
@@ -72,12 +75,16 @@ class StepTimes:
             self.steps.append(step)
             self._in_flight.append(step)
             self._launched = step
+        if self._next is not None:
+            self._next.scheduled(batch)
 
     def launched(self) -> None:
         now = perf_counter()
         if self._launched is not None:
             self._launched.launch = now - self._after
         self._after = now
+        if self._next is not None:
+            self._next.launched()
 
     def collected(self, batch: Batch, handle: Any) -> None:
         now = perf_counter()
@@ -91,38 +98,48 @@ class StepTimes:
                 between = self._last_start.elapsed_time(start) * 1e-3
                 step.idle = max(0.0, between - self._last_device)
             self._last_start, self._last_device = start, step.device
+        if self._next is not None:
+            self._next.collected(batch, handle)
 
     def step_ends(self, updated: Any) -> None:
         if self._collected is not None:
             now = perf_counter()
             self._collected.collect = now - self._after
             self._collected.end = now - self._first
+        if self._next is not None:
+            self._next.step_ends(updated)
 
     def added(self, seqs: Any) -> None:
-        pass
+        if self._next is not None:
+            self._next.added(seqs)
 
     def flush(self) -> None:
-        pass
+        if self._next is not None:
+            self._next.flush()
 
     def restart(self) -> None:
         self._in_flight.clear()
+        if self._next is not None:
+            self._next.restart()
 
 
 @contextmanager
 def record_steps(engine: LLMEngine, device: bool) -> Iterator[list[Step]]:
     """Fills the list that it yields with the steps of the engine; `device`: with the GPU's time (two events a step)."""
-    times = StepTimes()
-    before, engine.observer = engine.observer, times  # type: ignore[assignment]
-    if device and hasattr(engine.runner, "times_steps"):
-        engine.runner.times_steps = True
+    before = engine.observer
+    times = StepTimes(before)
+    engine.observer = times  # type: ignore[assignment]
+    was_timed = getattr(engine.runner, "times_steps", None)
+    if was_timed is not None:
+        engine.runner.times_steps = was_timed or device  # type: ignore[attr-defined]
     try:
         yield times.steps
     finally:
         while engine.has_work:  # the surplus step that is in flight when the last request ends
             engine.step()
         engine.observer = before
-        if device and hasattr(engine.runner, "times_steps"):
-            engine.runner.times_steps = False
+        if was_timed is not None:
+            engine.runner.times_steps = was_timed  # type: ignore[attr-defined]
 
 
 def breakdown(steps: Iterable[Step]) -> list[dict[str, Any]]:

@@ -93,6 +93,7 @@ class LLMEngine:
     ) -> None:
         self.config, self.runner, self.tokenizer = config, runner, tokenizer
         self.vocab_size = vocab_size
+        self.startup_seconds: dict[str, float] = {}  # by phase, from whoever built the engine
         # Some checkpoints name ids that the model cannot produce; min_tokens would write their logits.
         self.eos_token_ids = frozenset(t for t in eos_token_ids if vocab_size is None or 0 <= t < vocab_size)
         self.scheduler = Scheduler(config, runner.num_kvcache_blocks)
@@ -100,7 +101,6 @@ class LLMEngine:
         self.num_requests = 0
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[tuple[Batch, Any]] = deque()  # launched, not collected; oldest first
-        self.startup_seconds: dict[str, float] = {}  # by phase, from whoever built the engine
         self.observer: Observer | None = None  # while somebody watches: see observe() in engine/observer.py
 
     # Requests

@@ -7,7 +7,8 @@ sink gets the same events. An event is a dict of lists, strings and numbers, fit
 - {"kind": "snapshot", ...}: the whole state, as `Observer.snapshot` describes it; the first event of every sink.
 - {"kind": "step", "step": n, "time": s, "us": [schedule, launch, wait, collect], "done": [m, device_us], "ops": [...]}:
   step n was launched at time s (seconds since the observer began) and step m collected. "us" are whole microseconds of
-  the engine's thread; device_us is None where the device is not timed. No "done": nothing was collected.
+  the engine's thread; device_us is None where the device is not timed. No "done": nothing was collected; "step" is
+  None: nothing was launched, which took in the last step in flight.
 - {"kind": "change", "time": s, "ops": [...]}: requests came or went between two steps.
 
 ops, in the order in which they happened; sequences and blocks are named by their ids:
@@ -29,7 +30,7 @@ ops, in the order in which they happened; sequences and blocks are named by thei
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
+from itertools import islice, pairwise
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,8 @@ class Observer:
         self._launched_now = False
         self._done: list[int | None] | None = None
         self._chunks: list[Any] = []  # of the batch that this step collected
-        self._last_decodes: list[int] | None = None
-        self._last_updated: list[int] | None = None
+        self._last_decodes: list[Sequence] | None = None
+        self._last_updated: list[Sequence] | None = None
         self._last_next: list[int] | None = None
         self._num_launched = len(engine._in_flight)  # steps are numbered from the oldest one in flight
         self._num_collected = 0
@@ -161,10 +162,11 @@ class Observer:
         self._times.append(perf_counter())
         self._launched_now = bool(batch)
         if batch:
-            decodes = [s.seq_id for s in batch.decodes]
+            is_same = batch.decodes == self._last_decodes  # the same objects: cheap to compare
+            decodes = None if is_same else [s.seq_id for s in batch.decodes]
             chunks = [[c.seq.seq_id, c.start, c.end] for c in batch.chunks]
-            self._ops.append(("launch", None if decodes == self._last_decodes else decodes, chunks))
-            self._last_decodes = decodes
+            self._ops.append(("launch", decodes, chunks))
+            self._last_decodes = batch.decodes
 
     def launched(self) -> None:
         self._times.append(perf_counter())
@@ -182,11 +184,11 @@ class Observer:
         ops = self._ops
         ops += [("cached", c.seq.seq_id, c.seq.num_cached_tokens) for c in self._chunks if not c.is_last]
         if updated:
-            ids = [s.seq_id for s in updated]
-            tokens = [s.token_ids[-1] for s in updated]
-            ops.append(("tokens", None if ids == self._last_updated else ids, tokens))
-            self._last_updated = ids
-        event: Event = {"kind": "step", "step": self._num_launched, "time": 0.0, "us": []}
+            ids = None if updated == self._last_updated else [s.seq_id for s in updated]
+            ops.append(("tokens", ids, [s.token_ids[-1] for s in updated]))
+            self._last_updated = updated
+        number = self._num_launched if self._launched_now else None
+        event: Event = {"kind": "step", "step": number, "time": 0.0, "us": []}
         if self._done is not None:
             event["done"] = self._done
         elif not ops:
@@ -201,7 +203,7 @@ class Observer:
         ready = rest[0] if rest else launched
         event["time"] = round(start - self._start, 6)
         ends = (start, scheduled, launched, ready, perf_counter())
-        event["us"] = [round((end - begin) * 1e6) for begin, end in zip(ends, ends[1:])]
+        event["us"] = [round((end - begin) * 1e6) for begin, end in pairwise(ends)]
         self._emit(event)
 
     def restart(self) -> None:

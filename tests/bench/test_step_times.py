@@ -9,6 +9,7 @@ from nanovllm.bench.engine import Throughput
 from nanovllm.bench.report import profile_table
 from nanovllm.bench.step_times import Step, StepTimes, breakdown, idle_share, record_steps
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.observer import observe, unobserve
 from tests.bench.small import small_llm  # noqa: F401
 
 
@@ -25,6 +26,18 @@ def test_steps_of_an_engine(small_llm: LLM) -> None:  # noqa: F811
     ends = [s.end for s in steps]
     assert ends == sorted(ends) and small_llm.engine.observer is None
     assert sum(s.schedule + s.launch + s.wait + s.collect for s in steps) <= ends[-1]
+
+
+def test_an_observer_that_was_there_still_sees_every_step(small_llm: LLM) -> None:  # noqa: F811
+    events: list[dict] = []
+    sink = events.append
+    observe(small_llm.engine, sink)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    with record_steps(small_llm.engine, device=False) as steps:
+        small_llm.generate([[5] * 20], params, use_tqdm=False)
+    unobserve(small_llm.engine, sink)
+    assert len([e for e in events if e["kind"] == "step"]) == len(steps) == 3
+    assert small_llm.engine.observer is None
 
 
 def test_device_times_with_a_step_in_flight() -> None:

@@ -38,7 +38,9 @@ def check_view(view: View, engine: LLMEngine) -> None:
     assert view.running == [s.seq_id for s in scheduler.running]
     assert view.waiting == [s.seq_id for s in scheduler.waiting]
     assert view.num_preemptions == scheduler.num_preemptions
-    assert {b: len(o) for b, o in view.owners.items()} == {b: manager.blocks[b].ref_count for b in manager.used_block_ids}
+    assert {b: len(o) for b, o in view.owners.items()} == {
+        b: manager.blocks[b].ref_count for b in manager.used_block_ids
+    }
     contents = {
         b.block_id: (as_hex(b.hash), as_hex(b.parent_hash), b.token_ids) for b in manager.blocks if b.hash is not None
     }

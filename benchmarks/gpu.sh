@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every GPU test, then every kernel benchmark; results as JSON in the folder given (default benchmarks/results).
+# Every GPU test, then every kernel benchmark and the engine's; JSON in the folder given (default benchmarks/results).
 # From the repository's root, after a build for this GPU:
 #
 #     NANOVLLM_CUDA=1 pip install --no-build-isolation -e . && bash benchmarks/gpu.sh
@@ -16,4 +16,5 @@ for bench in benchmarks/bench_*.py; do
   [ "$op" = ops_cpu ] && continue
   python3 "$bench" --json "$out/${op}_$gpu.json" || status=1
 done
+python3 benchmarks/engine.py --json "$out/engine_$gpu.json" || status=1
 exit $status

@@ -3,8 +3,8 @@
     python -m pip install matplotlib
     python benchmarks/plot.py docs/images
 
-Attention and the other operators are drawn as a share of what the GPU reached in the same run, the engine in tokens a
-second.
+Attention and the other operators are drawn as a share of what the GPU reached in the same run, the engine's workloads
+as a share of the roofline of their own steps. Results without such rows are left out.
 """
 
 import json
@@ -23,6 +23,10 @@ RESULTS = Path(__file__).parent / "results"
 
 def bars(result: dict) -> tuple[str, list[tuple[str, float]]]:
     """Axis label, and (case, value) of every row that can be drawn."""
+    if "throughput" in result:
+        parts = [(name, row) for name, part in result.items() if isinstance(part, dict) for row in part.get("rows", [])]
+        named = [(_workload(name, row), row["roofline_share"]) for name, row in parts if "roofline_share" in row]
+        return "% of the roofline of its own steps", [(name, 100 * value) for name, value in named]
     rows = result["rows"]
     if "read_tb_s" in result:
         label, peak = "% of the read bandwidth of the same run", result["read_tb_s"]
@@ -40,6 +44,11 @@ def bars(result: dict) -> tuple[str, list[tuple[str, float]]]:
     return "tokens a second", [(r["workload"], r["tok_s"]) for r in rows]
 
 
+def _workload(part: str, row: dict) -> str:
+    counts = [f"{value:,} {name.replace('_', ' ')}" for name, value in row.items() if type(value) is int]
+    return f"{part}: {', '.join(counts)}"
+
+
 def draw(path: Path, folder: Path) -> None:
     result = json.loads(path.read_text())
     label, values = bars(result)
@@ -50,7 +59,10 @@ def draw(path: Path, folder: Path) -> None:
     axes.margins(y=0.01)
     axes.invert_yaxis()
     axes.set_xlabel(label)
-    axes.set_title(f"{path.stem}: {result['gpu'].split(',')[0]}, {result.get('date', '')}", fontsize=9)
+    axes.set_title(
+        f"{path.stem}: {result.get('gpu', result.get('device', '')).split(',')[0]}, {result.get('date', '')}",
+        fontsize=9,
+    )
     axes.grid(axis="x", alpha=0.3)
     figure.tight_layout()
     figure.savefig(folder / f"{path.stem}.svg", metadata={"Date": None})
@@ -61,6 +73,8 @@ def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images")
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(RESULTS.glob("*.json")):
+        if not {"rows", "throughput"} & json.loads(path.read_text()).keys():
+            continue
         draw(path, folder)
         print(folder / f"{path.stem}.svg")
 

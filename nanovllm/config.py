@@ -8,10 +8,11 @@ from typing import Any
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
-KV_CACHE_DTYPES = ("auto",)
-ATTENTION_BACKENDS = ("auto", "native")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
+ATTENTION_BACKENDS = ("auto", "native", "flash_attn", "torch")
 LOAD_FORMATS = ("auto", "dummy")
 DEFAULT_CPU_KV_BYTES = 1 << 30
+_FLASH_ATTN_BLOCK = 256  # flash-attn 2 reads pages of a multiple of this many tokens
 _INT32_MAX = 2**31 - 1  # block ids and token counts of a step are int32 on the device
 
 
@@ -31,7 +32,7 @@ class EngineConfig:
     model: str = _doc("directory, .gguf file, or Hugging Face hub id")
     device: str = _doc("auto, cuda or cpu", "auto")
     dtype: str = _doc("auto (from the checkpoint), bfloat16, float16 or float32", "auto")
-    kv_cache_dtype: str = _doc("auto: the model's dtype", "auto")
+    kv_cache_dtype: str = _doc("auto (the model's dtype) or fp8_e4m3", "auto")
     tensor_parallel_size: int = _doc("number of GPUs that share the model", 1)
     max_model_len: int = _doc("tokens of prompt and output together, clipped to the model's own limit", 4096)
     max_num_seqs: int = _doc("sequences that run at the same time", 512)
@@ -42,7 +43,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = _doc("bytes of the pool (default on CPU: 1 GiB)", None)
     enable_prefix_caching: bool = _doc("reuse the K/V of prompts with a common prefix", True)
     enforce_eager: bool = _doc("never use CUDA graphs", False)
-    attention_backend: str = _doc("auto or native", "auto")
+    attention_backend: str = _doc("auto (native), native, flash_attn or torch", "auto")
     seed: int = _doc("seed of requests that bring none", 0)
     overlap: bool | str = _doc("keep one step in flight; auto: on CUDA", "auto")
     load_format: str = _doc("auto, or dummy for random weights of the config", "auto")
@@ -64,6 +65,8 @@ class EngineConfig:
         self._integer("kvcache_block_size", 1, _INT32_MAX)
         if self.kvcache_block_size & (self.kvcache_block_size - 1):
             raise ValueError(f"kvcache_block_size: expected a power of two, got {self.kvcache_block_size}")
+        if self.attention_backend == "flash_attn":
+            self._check_flash_attn()
         if self.num_kvcache_blocks != -1:
             self._integer("num_kvcache_blocks", 1, _INT32_MAX)
         if self.kv_cache_memory_bytes is not None:
@@ -79,6 +82,18 @@ class EngineConfig:
         if self.tensor_parallel_size != 1:
             raise NotImplementedError(
                 f"tensor_parallel_size: this version runs on one device, got {self.tensor_parallel_size}"
+            )
+
+    def _check_flash_attn(self) -> None:
+        if self.kvcache_block_size % _FLASH_ATTN_BLOCK:
+            raise ValueError(
+                f"kvcache_block_size: attention_backend flash_attn needs a multiple of {_FLASH_ATTN_BLOCK}, "
+                f"got {self.kvcache_block_size}"
+            )
+        if self.kv_cache_dtype != "auto":
+            raise ValueError(
+                f"kv_cache_dtype: attention_backend flash_attn reads a cache of the model's dtype (auto), "
+                f"got {self.kv_cache_dtype!r}"
             )
 
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
-from nanovllm.cli import bench, chat, env, flags, generate, main, make_parser
+from nanovllm.bench import report
+from nanovllm.cli import chat, env, flags, generate, main, make_parser
 from nanovllm.config import EngineConfig
+from tests.bench.small import write_small_config
 from tests.real_model import REAL_MODEL, needs_real_model
 
-ENGINE_COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency"]
+ENGINE_COMMANDS = ["generate", "chat", "serve", "bench throughput", "bench latency", "bench prefill"]
 ENGINE_FIELDS = [f for f in dataclasses.fields(EngineConfig) if f.name != "model"]
 # A value that differs from the default, where the generic ones below would be refused.
 ENGINE_VALUES = {
@@ -329,10 +331,92 @@ def test_cpu_level() -> None:
 
 
 def test_bench_table_is_aligned() -> None:
-    heads, values = bench.table({"requests": 16, "prompt_tokens": 123456, "seconds": 1.5}).splitlines()
+    heads, *values = report.table([{"requests": 16, "prompt_tokens": 123456, "seconds": 1.5}] * 2).splitlines()
     assert heads.split("  ") == ["requests", "prompt tokens", "seconds"]
-    assert values.split() == ["16", "123,456", "1.500"]
-    assert len(heads) == len(values)
+    assert len(values) == 2 and values[0].split() == ["16", "123,456", "1.500"]
+    assert len(heads) == len(values[0])
+
+
+SMALL_BENCH = {
+    "throughput": ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "5"],
+    "latency": ["--num-requests", "1", "2", "--input-len", "8", "--output-len", "4", "--runs", "1"],
+    "prefill": ["--input-len", "40", "120", "--runs", "1"],
+}
+
+
+def small_bench(kind: str, tmp_path: Path) -> list[str]:
+    """A command line; rates that are given need no measurement."""
+    config = ["--hf-config", str(write_small_config(tmp_path)), "--load-format", "dummy", "--device", "cpu"]
+    return ["bench", kind, *config, "--bandwidth", "0.01", "--compute", "0.02"]
+
+
+@pytest.mark.parametrize("kind", SMALL_BENCH)
+def test_bench_of_a_config(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table, a breakdown and the roofline on stdout; the same and more in the file."""
+    line = [
+        "bench",
+        kind,
+        "--hf-config",
+        str(write_small_config(tmp_path)),
+        "--load-format",
+        "dummy",
+        "--device",
+        "cpu",
+    ]
+    line += [*SMALL_BENCH[kind], "--bandwidth", "0.01", "--compute", "0.02", "--profile"]
+    assert main([*line, "--json", str(tmp_path / "out.json")]) == 0
+    out = capsys.readouterr().out
+    assert "roofline: " in out and "at 0.01 TB/s" in out and "microseconds of a mean step" in out
+    content = json.loads((tmp_path / "out.json").read_text())
+    num_rows = {"throughput": 1, "latency": 2, "prefill": 4}[kind]
+    assert len(content["rows"]) == len(content["profile_us"]) == num_rows
+    assert content["bandwidth"] == 1e10 and content["options"]["load_format"] == "dummy"
+    assert {"command", "date", "device", "torch", "nanovllm", "model", "dtype"} <= content.keys()
+    for row in content["rows"]:
+        assert row["roofline_seconds"] > 0 and row["roofline_share"] > 0
+
+
+def test_bench_prints_only_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["bench", "prefill", "--hf-config", str(write_small_config(tmp_path)), "--load-format", "dummy"]
+    rates = ["--bandwidth", "1", "--compute", "1"]
+    assert (
+        main([*line, *rates, "--device", "cpu", "--input-len", "50", "--runs", "1", "--prefix-hit", "0", "--json", "-"])
+        == 0
+    )
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(r["prompt_tokens"], r["cached_tokens"]) for r in rows] == [(50, 0)]
+
+
+@pytest.mark.parametrize("kind", ["throughput", "prefill"])
+def test_bench_draws(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="charts need matplotlib")
+    line = [
+        "bench",
+        kind,
+        "--hf-config",
+        str(write_small_config(tmp_path)),
+        "--load-format",
+        "dummy",
+        *SMALL_BENCH[kind],
+    ]
+    rates = ["--bandwidth", "1", "--compute", "1", "--device", "cpu"]
+    assert main([*line, *rates, "--plot", str(tmp_path / "chart.svg")]) == 0
+    assert "roofline" in (tmp_path / "chart.svg").read_text() or (tmp_path / "chart.svg").stat().st_size > 1000
+    assert main([*line, *rates, "--plot", str(tmp_path / "chart.nonsense")]) == 1
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (["latency"], "bench: expected MODEL or --hf-config NAME, got neither"),
+        (["latency", "m", "--hf-config", "qwen3-8b"], "expected MODEL or --hf-config NAME, got m and qwen3-8b"),
+        (["latency", "--hf-config", "qwen3-8b"], "--hf-config has no weights, it needs --load-format dummy"),
+        (["latency", "--hf-config", "gpt-5", "--load-format", "dummy"], "expected one of qwen3-0.6b, qwen3-8b, "),
+    ],
+)
+def test_bench_needs_a_model(line: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *line]) == 1
+    assert message in capsys.readouterr().err
 
 
 # The real model
@@ -347,12 +431,11 @@ def test_chat_of_the_real_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 @needs_real_model
 def test_bench_of_the_real_model(capsys: pytest.CaptureFixture[str]) -> None:
-    line = [str(REAL_MODEL), "--max-model-len", "256", "--json"]
-    sizes = ["--num-requests", "3", "--input-len", "4", "9", "--output-len", "2", "5"]
-    assert main(["bench", "throughput", *line, *sizes]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["requests"] == 3 and 12 <= result["prompt_tokens"] <= 27 and 6 <= result["output_tokens"] <= 15
-    assert main(["bench", "latency", *line, "--input-len", "8", "--output-len", "4", "--runs", "1"]) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["prompt_tokens"], result["output_tokens"]) == (8, 4)
-    assert 0 < result["time_to_first_token"] < result["seconds"]
+    """Nothing is detokenised; quantised weights count as they are read."""
+    rates = ["--bandwidth", "1", "--compute", "1000"]
+    line = ["bench", "latency", str(REAL_MODEL), "--max-model-len", "256", "--json", "-", *rates]
+    assert main([*line, "--input-len", "8", "--output-len", "4", "--runs", "1"]) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert (row["requests"], row["input_len"], row["output_len"]) == (1, 8, 4)
+    assert 0 < row["time_to_first_token"] < row["seconds"]
+    assert 4 * 60e6 < 1e12 * row["roofline_seconds"] < 4 * 140e6  # bytes of 4 steps

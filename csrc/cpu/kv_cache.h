@@ -1,7 +1,7 @@
 // Writing one token's heads into the paged cache.
 #pragma once
 #include "common/check.h"
-#include "cpu/simd.h"
+#include "cpu/e4m3.h"
 #include "kernels/kv_cache.h"
 
 namespace nanovllm::cpu {
@@ -13,25 +13,6 @@ inline void check_slots(const char* op, const KvCache& cache, int64_t num_tokens
     ops::check(cache.slots[t] >= -1 && cache.slots[t] < num_slots, op, "slots",
                "expected -1 or a slot below ", num_slots, " (", cache.num_blocks, " blocks of ",
                int64_t{1} << cache.block_shift, "), got ", cache.slots[t], " for token ", t);
-}
-
-/// Round to nearest even, saturating at 448; NaN becomes 0x7f with its sign.
-NV_INLINE void store_e4m3(uint8_t* p, Vec x, int64_t n) {
-  typedef uint8_t VecU8 __attribute__((vector_size(kVec), aligned(1)));
-  const VecU32 bits = std::bit_cast<VecU32>(x);
-  const VecU32 sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7fffffffu;
-  Vec a = std::bit_cast<Vec>(magnitude);
-  const VecU32 nan = std::bit_cast<VecU32>(a != a);
-  a = a > 448.0f ? Vec{} + 448.0f : a;
-  // Below 2^-6 the spacing is 2^-9, that of floats at 2^14: adding 2^14 rounds, and leaves the code in the
-  // low bits.
-  const VecU32 subnormal = std::bit_cast<VecU32>(a + 16384.0f) - std::bit_cast<uint32_t>(16384.0f);
-  const VecU32 u = std::bit_cast<VecU32>(a);
-  const VecU32 normal = ((u + 0x7ffffu + ((u >> 20) & 1u)) >> 20) - (120u << 3);  // exponent bias 127 to 7
-  const VecU32 small = std::bit_cast<VecU32>(a < 0.015625f);
-  const VecU32 code = (nan & 0x7fu) | (~nan & ((small & subnormal) | (~small & normal)));
-  const VecU8 bytes = __builtin_convertvector(code | sign, VecU8);
-  std::memcpy(p, &bytes, n);
 }
 
 /// Heads x + h * x_stride_head of one token into cache + h * cache_stride_head; in e4m3, over their scale.

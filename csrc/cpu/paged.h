@@ -5,7 +5,7 @@
 #include <atomic>
 
 #include "common/check.h"
-#include "cpu/simd.h"
+#include "cpu/e4m3.h"
 
 namespace nanovllm::cpu {
 
@@ -36,6 +36,9 @@ inline void check_block_tables(const char* op, const int32_t* tables, int64_t st
     }
   }
 }
+
+/// Of an e4m3 cache.
+inline float value_or_one(const float* scale) { return scale == nullptr ? 1.0f : *scale; }
 
 /// Addresses of `count` tokens of one head from token `begin`, found through the block table.
 template <class T>

@@ -1,7 +1,8 @@
 // Flash decoding: an item is one KV head of one sequence, or of one 256-token tile of it (decode_plan). A
 // tile's keys meet all query heads of the group while they are in L1, then its values do. A tile gives, for
 // each query head, the maximum score m, the sum l of exp(score - m), and the values weighted with exp(score -
-// m); tiles are merged in order, with the same arithmetic wherever they were computed.
+// m); tiles are merged in order, with the same arithmetic wherever they were computed. An e4m3 cache is
+// widened as it is read; its scales go into the queries and the output.
 #include "kernels/paged_attention_decode.h"
 
 #include <cmath>
@@ -99,7 +100,8 @@ NV_INLINE void soften_row(float* scores, int64_t count, float* stats) {
   stats[1] = soften(scores, padded, stats[0]);
 }
 
-/// One tile of sequence b and KV head h, of which s.q holds the scaled queries: [group][kStats + head_dim].
+/// One tile of sequence b and KV head h, of which s.q holds the scaled queries: [group][kStats + head_dim]. T
+/// is the type of the cache.
 template <class T>
 NV_INLINE void attend(const PagedAttentionDecodeParams& p, int64_t b, int64_t h, int64_t tile, Scratch& s,
                       float* out) {
@@ -121,7 +123,7 @@ NV_INLINE void attend(const PagedAttentionDecodeParams& p, int64_t b, int64_t h,
   });
 }
 
-// These three are never inlined: one machine code for all callers, so that split and unsplit contexts round
+// These four are never inlined: one machine code for all callers, so that split and unsplit contexts round
 // alike.
 NV_MULTIVERSION void attend_f32(const PagedAttentionDecodeParams& p, int64_t b, int64_t h, int64_t tile,
                                 Scratch& s, float* out) {
@@ -130,6 +132,10 @@ NV_MULTIVERSION void attend_f32(const PagedAttentionDecodeParams& p, int64_t b, 
 NV_MULTIVERSION void attend_bf16(const PagedAttentionDecodeParams& p, int64_t b, int64_t h, int64_t tile,
                                  Scratch& s, float* out) {
   attend<BFloat16>(p, b, h, tile, s, out);
+}
+NV_MULTIVERSION void attend_e4m3(const PagedAttentionDecodeParams& p, int64_t b, int64_t h, int64_t tile,
+                                 Scratch& s, float* out) {
+  attend<Float8E4M3>(p, b, h, tile, s, out);
 }
 /// total <- total merged with the tile that follows it.
 __attribute__((noinline)) void merge(float* total, const float* tile, int64_t rows, int64_t dim) {
@@ -145,10 +151,11 @@ __attribute__((noinline)) void merge(float* total, const float* tile, int64_t ro
 template <class T>
 void write_out(const PagedAttentionDecodeParams& p, int64_t b, int64_t h, const float* total) {
   const int64_t group = p.num_q_heads / p.num_kv_heads;
+  const float v_scale = value_or_one(p.v_scale);
   for (int64_t r = 0; r < group; ++r) {
     T* out = static_cast<T*>(p.out) + b * p.out_stride_row + (h * group + r) * p.out_stride_head;
     const float* row = total ? total + r * (kStats + p.head_dim) : nullptr;
-    for (int64_t d = 0; d < p.head_dim; ++d) store(out + d, row ? row[kStats + d] / row[1] : 0.0f);
+    for (int64_t d = 0; d < p.head_dim; ++d) store(out + d, row ? row[kStats + d] / row[1] * v_scale : 0.0f);
   }
 }
 
@@ -159,7 +166,10 @@ float* tile_slot(const PagedAttentionDecodeParams& p, int64_t slot, int64_t h) {
 
 template <class T>
 void run_items(const PagedAttentionDecodeParams& p, const int64_t* first_slot, std::atomic<int64_t>& next) {
-  const auto attend_tile = std::is_same_v<T, float> ? attend_f32 : attend_bf16;
+  const auto attend_tile = p.cache_dtype == DType::kFloat8E4M3 ? attend_e4m3
+                           : p.cache_dtype == DType::kFloat32  ? attend_f32
+                                                               : attend_bf16;
+  const float scale = p.scale * kLog2E * value_or_one(p.k_scale);
   const int64_t group = p.num_q_heads / p.num_kv_heads, dim = p.head_dim;
   Scratch s(group, dim);
   for (int64_t i; (i = next++) < p.plan[p.batch] * p.num_kv_heads;) {
@@ -168,7 +178,7 @@ void run_items(const PagedAttentionDecodeParams& p, const int64_t* first_slot, s
     const int64_t tiles = decode_tiles(p.context_lens[b]);
     for (int64_t r = 0; r < group; ++r) {
       const T* q = static_cast<const T*>(p.q) + b * p.q_stride_row + (h * group + r) * p.q_stride_head;
-      for (int64_t d = 0; d < dim; ++d) s.q[r * dim + d] = p.scale * kLog2E * to_float(q[d]);
+      for (int64_t d = 0; d < dim; ++d) s.q[r * dim + d] = scale * to_float(q[d]);
     }
     if (p.plan[b + 1] - p.plan[b] > 1) {
       const int64_t tile = item - p.plan[b];

@@ -2,7 +2,7 @@
 // are its tokens times the query heads of the group. Tiles of 64 keys and values are packed to fp32, keys
 // transposed, so that scores = q . k^T and out += probs . v are small matrix products, with an online softmax
 // between them. Tiles start at multiples of 64 of the context: a row sees the same tiles however its prompt
-// was chunked.
+// was chunked. An e4m3 cache is widened as it is packed; its scales go into the queries and the output.
 #include "kernels/paged_attention_prefill.h"
 
 #include <cmath>
@@ -103,18 +103,20 @@ NV_INLINE void soften_row(float* scores, int64_t visible, float* out, int64_t wi
   total += soften(scores, kTile, top);
 }
 
-template <class T>
+/// T is the type of queries and output, Kv that of keys and values.
+template <class T, class Kv>
 NV_INLINE void attend(const Params& p, const Block& b, Scratch& s) {
   const int64_t group = group_size(p), dim = p.head_dim, wide = padded(dim), num_rows = b.tokens * group;
+  const float scale = p.scale * kLog2E * value_or_one(p.k_scale), v_scale = value_or_one(p.v_scale);
   for (int64_t r = 0; r < num_rows; ++r) {
     const T* q = static_cast<const T*>(p.q) + (b.first_row + r / group) * p.q_stride_row +
                  (b.kv_head * group + r % group) * p.q_stride_head;
-    for (int64_t d = 0; d < dim; ++d) s.q[r * dim + d] = p.scale * kLog2E * to_float(q[d]);
+    for (int64_t d = 0; d < dim; ++d) s.q[r * dim + d] = scale * to_float(q[d]);
   }
   std::fill_n(s.out.begin(), num_rows * wide, 0.0f);
   std::fill_n(s.total.begin(), num_rows, 0.0f);
   std::fill_n(s.top.begin(), num_rows, kNoScore);
-  const T** rows = reinterpret_cast<const T**>(s.rows);
+  const Kv** rows = reinterpret_cast<const Kv**>(s.rows);
   const int64_t end = b.position + b.tokens;  // keys that the last query sees
   for (int64_t begin = 0; begin < end; begin += kTile) {
     const int64_t count = std::min(kTile, end - begin);
@@ -134,11 +136,21 @@ NV_INLINE void attend(const Params& p, const Block& b, Scratch& s) {
   for (int64_t r = 0; r < num_rows; ++r) {
     T* out = static_cast<T*>(p.out) + (b.first_row + r / group) * p.out_stride_row +
              (b.kv_head * group + r % group) * p.out_stride_head;
-    for (int64_t d = 0; d < dim; ++d) store(out + d, s.out[r * wide + d] / s.total[r]);
+    for (int64_t d = 0; d < dim; ++d) store(out + d, s.out[r * wide + d] / s.total[r] * v_scale);
   }
 }
-NV_MULTIVERSION void attend_f32(const Params& p, const Block& b, Scratch& s) { attend<float>(p, b, s); }
-NV_MULTIVERSION void attend_bf16(const Params& p, const Block& b, Scratch& s) { attend<BFloat16>(p, b, s); }
+NV_MULTIVERSION void attend_f32(const Params& p, const Block& b, Scratch& s) {
+  attend<float, float>(p, b, s);
+}
+NV_MULTIVERSION void attend_bf16(const Params& p, const Block& b, Scratch& s) {
+  attend<BFloat16, BFloat16>(p, b, s);
+}
+NV_MULTIVERSION void attend_f32_e4m3(const Params& p, const Block& b, Scratch& s) {
+  attend<float, Float8E4M3>(p, b, s);
+}
+NV_MULTIVERSION void attend_bf16_e4m3(const Params& p, const Block& b, Scratch& s) {
+  attend<BFloat16, Float8E4M3>(p, b, s);
+}
 
 /// The lengths fit each other, and the sizes of the tensors.
 void check_lengths(const Params& p) {
@@ -180,7 +192,9 @@ void paged_attention_prefill(const Params& p) {
   std::stable_sort(blocks.begin(), blocks.end(), [](const Block& x, const Block& y) {
     return (x.position + x.tokens) * x.tokens > (y.position + y.tokens) * y.tokens;
   });
-  const auto attend = p.dtype == DType::kFloat32 ? attend_f32 : attend_bf16;
+  const bool e4m3 = p.kv_dtype == DType::kFloat8E4M3;
+  const auto attend = p.dtype == DType::kFloat32 ? (e4m3 ? attend_f32_e4m3 : attend_f32)
+                                                 : (e4m3 ? attend_bf16_e4m3 : attend_bf16);
   parallel_items(std::ssize(blocks), [&](std::atomic<int64_t>& next) {
     Scratch scratch(p);
     for (int64_t i; (i = next++) < std::ssize(blocks);) attend(p, blocks[i], scratch);

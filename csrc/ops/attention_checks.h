@@ -15,14 +15,10 @@ inline void check_heads(const char* op, int64_t num_q_heads, int64_t num_kv_head
 #endif
 }
 
-/// The element type of keys and values, both like q, or float8_e4m3fn on CUDA.
+/// The element type of keys and values, both like q or both float8_e4m3fn.
 inline DType check_cache(const char* op, const Tensor& q, const char* k_arg, const Tensor& k,
                          const char* v_arg, const Tensor& v, const std::optional<Tensor>& k_scale,
                          const std::optional<Tensor>& v_scale) {
-#ifndef NV_CUDA
-  check(!k_scale.has_value(), op, "k_scale", "expected None on CPU, which has no fp8 cache, got a tensor");
-  check(!v_scale.has_value(), op, "v_scale", "expected None on CPU, which has no fp8 cache, got a tensor");
-#else
   if (k.scalar_type() == ScalarType::Float8_e4m3fn) {
     check_dtype(op, v_arg, v, ScalarType::Float8_e4m3fn);
     check_last_contiguous(op, k_arg, k);
@@ -37,7 +33,6 @@ inline DType check_cache(const char* op, const Tensor& q, const char* k_arg, con
   for (auto [arg, scale] : {std::pair{"k_scale", &k_scale}, std::pair{"v_scale", &v_scale}})
     check(!scale->has_value(), op, arg, "expected None for a ", name(k.scalar_type()),
           " cache, got a tensor");
-#endif
   check_dtype(op, k_arg, k, q.scalar_type());
   check_dtype(op, v_arg, v, q.scalar_type());
   check_last_contiguous(op, k_arg, k);

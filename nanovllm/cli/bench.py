@@ -1,80 +1,184 @@
-"""`nanovllm bench`: throughput and latency of an engine, and load on a server."""
+"""`nanovllm bench`: throughput, latency and time to first token of an engine, and load on a server."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli import bench_serve
 from nanovllm.cli.flags import add_engine_flags, engine_config, make_llm
 
+if TYPE_CHECKING:
+    from nanovllm.bench.engine import Result
+    from nanovllm.llm import LLM
+
 SUMMARY = "measure an engine on prompts of random token ids, or a running server"
-_HEADS = {
-    "seconds": "seconds",
-    "time_to_first_token": "TTFT s",
-    "prompt_tokens_per_second": "tok/s in",
-    "output_tokens_per_second": "tok/s out",
-}
+
+
+def _length(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text}")
+    return value
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
-    text = "many requests at once: tokens a second in and out"
+    text = "many requests at once: tokens a second in and out (the defaults are nano-vLLM's workload)"
     throughput = kinds.add_parser("throughput", help=text, description=text, allow_abbrev=False)
-    throughput.add_argument("--num-requests", type=int, default=256, metavar="N", help="default: 256")
+    throughput.add_argument("--num-requests", type=_length, default=256, metavar="N", help="default: 256")
     for name in ("input", "output"):
         throughput.add_argument(
             f"--{name}-len",
-            type=int,
+            type=_length,
             nargs=2,
             default=(100, 1024),
             metavar=("MIN", "MAX"),
             help=f"{name} tokens of a request, uniform in this range (default: 100 1024)",
         )
-    text = "one request on an idle engine: time to first token, then tokens a second"
+    text = "few requests at once on an idle engine: time to first token, time a token, tokens a second"
     latency = kinds.add_parser("latency", help=text, description=text, allow_abbrev=False)
+    latency.add_argument(
+        "--num-requests", type=_length, nargs="+", default=[1], metavar="N", help="a row for each number (default: 1)"
+    )
     for name in ("input", "output"):
         latency.add_argument(
-            f"--{name}-len", type=int, default=128, metavar="N", help=f"{name} tokens of the request (default: 128)"
+            f"--{name}-len", type=_length, default=128, metavar="N", help=f"{name} tokens of a request (default: 128)"
         )
-    latency.add_argument("--runs", type=int, default=3, metavar="N", help="the median of this many (default: 3)")
+    text = "one prompt on an idle engine: time to first token, cold and with most of it in the prefix cache"
+    prefill = kinds.add_parser("prefill", help=text, description=text, allow_abbrev=False)
+    prefill.add_argument(
+        "--input-len",
+        type=_length,
+        nargs="+",
+        metavar="N",
+        help="prompt tokens, two rows for each number (default: 128 8192 32768, as far as the model goes)",
+    )
+    prefill.add_argument(
+        "--prefix-hit", type=float, default=0.9, metavar="SHARE", help="of the prompt, cached (default: 0.9; 0: no row)"
+    )
+    for kind in (throughput, latency):
+        kind.add_argument(
+            "--temperature", type=float, default=0.6, metavar="FLOAT", help="of the sampler (default: 0.6; 0: greedy)"
+        )
+    for kind in (latency, prefill):
+        kind.add_argument("--runs", type=_length, default=3, metavar="N", help="the median of this many (default: 3)")
+    for kind in (throughput, latency, prefill):
+        kind.add_argument("--profile", action="store_true", help="where the time of the steps went, by phase")
+        kind.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file; - prints only that")
+        kind.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart (.svg, .png, .pdf; needs matplotlib)")
+        kind.add_argument("--bandwidth", type=_rate, metavar="TB/s", help="of the roofline (default: measured first)")
+        kind.add_argument("--compute", type=_rate, metavar="TFLOP/s", help="of the roofline (default: measured first)")
+        kind.add_argument(
+            "--hf-config",
+            metavar="NAME",
+            help="instead of MODEL, with --load-format dummy: qwen3-0.6b, qwen3-8b, qwen3-32b, llama-3.2-1b, or the "
+            "path of a config.json",
+        )
+        add_engine_flags(kind, model_is_optional=True)
     text = bench_serve.SUMMARY
     serve = kinds.add_parser("serve", help=text, description=text, allow_abbrev=False)
     bench_serve.add_arguments(serve)
-    for kind in (throughput, latency, serve):
-        kind.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
-        if kind is not serve:
-            add_engine_flags(kind)
+    serve.add_argument("--json", action="store_true", help="print one JSON object in place of the table")
+    for kind in (throughput, latency, prefill, serve):
         kind.set_defaults(parser=kind)
 
 
 def run(args: argparse.Namespace) -> int:
     if args.kind == "serve":
         return bench_serve.run(args)
-    from nanovllm.bench import engine
+    from nanovllm.bench import report, roofline
 
-    config = engine_config(args)
-    with make_llm(config) as llm:
-        result: engine.Throughput | engine.Latency
-        if args.kind == "latency":
-            result = engine.latency(llm, args.input_len, args.output_len, args.runs, config.seed)
-        else:
-            vocab_size = llm.engine.vocab_size or sys.maxsize
-            lengths = (tuple(args.input_len), tuple(args.output_len))
-            work = engine.Workload.random(args.num_requests, *lengths, vocab_size, config.seed)
-            result = engine.throughput(llm, work, show_progress=sys.stderr.isatty())
-    values = dataclasses.asdict(result)
-    print(json.dumps(values) if args.json else table(values))
+    only_json = args.json is not None and str(args.json) == "-"
+    with ExitStack() as stack:
+        _choose_model(args, stack)
+        _make_room(args)
+        config = engine_config(args)
+        llm = stack.enter_context(make_llm(config))
+        results = _measure(llm, args)
+        device, dtype = llm.engine.runner.device, llm.engine.runner.dtype
+        cost, facts = roofline.Cost.of(llm), report.facts(llm)
+    given = (args.bandwidth and 1e12 * args.bandwidth, args.compute and 1e12 * args.compute)
+    machine = roofline.Machine.measure(device, dtype, *given)  # in the memory that the engine gave back
+    rows = [report.result_row(r, cost, machine) for r in results]
+    content = report.report(facts, rows, results, machine, args.profile)
+    title = f"{facts['model']} in {facts['dtype']}, {facts['device']}, torch {facts['torch']}, {facts['date']}"
+    if args.plot:
+        report.plot(args.plot, rows, results, title)
+    if args.json:
+        text = json.dumps(content, indent=1)
+        print(text) if only_json else args.json.write_text(text + "\n")
+    if not only_json:
+        print(title)
+        print(report.table(rows))
+        if args.profile:
+            for result in results:
+                print(f"\n{report.profile_table(result)}")
+        print(report.roofline_line(results, cost, machine))
     return 0
 
 
-def table(values: dict[str, int | float]) -> str:
-    """Two aligned lines: heads and values."""
-    cells = [
-        (_HEADS.get(name, name.replace("_", " ")), f"{v:,}" if isinstance(v, int) else f"{v:,.3f}")
-        for name, v in values.items()
-    ]
-    widths = [max(map(len, cell)) for cell in cells]
-    return "\n".join("  ".join(c[row].rjust(w) for c, w in zip(cells, widths)) for row in (0, 1))
+def _choose_model(args: argparse.Namespace, stack: ExitStack) -> None:
+    """MODEL, or a folder with the config of --hf-config."""
+    from nanovllm.bench.hf_configs import config_folder
+
+    if (args.model is None) == (args.hf_config is None):
+        got = "neither" if args.model is None else f"{args.model} and {args.hf_config}"
+        raise ValueError(f"bench: expected MODEL or --hf-config NAME, got {got}")
+    if args.hf_config is not None:
+        if vars(args).get("load_format") != "dummy":
+            raise ValueError("bench: --hf-config has no weights, it needs --load-format dummy")
+        args.model = stack.enter_context(config_folder(args.hf_config))
+
+
+def _make_room(args: argparse.Namespace) -> None:
+    """Limits that were not given are large enough for the longest request, and for a prompt in one step."""
+    from nanovllm.bench.engine import PREFILL_LENGTHS
+    from nanovllm.config import EngineConfig
+
+    defaults = {f: EngineConfig.__dataclass_fields__[f].default for f in ("max_model_len", "max_num_batched_tokens")}
+    if args.kind == "prefill":
+        longest = max(args.input_len or PREFILL_LENGTHS)
+        needed = {"max_model_len": longest + 1, "max_num_batched_tokens": longest}
+    else:
+        lengths = (args.input_len, args.output_len)
+        longest = sum(max(n) if isinstance(n, (tuple, list)) else n for n in lengths)
+        needed = {"max_model_len": longest}
+    for name, least in needed.items():
+        if name not in vars(args):
+            setattr(args, name, max(least, defaults[name]))
+
+
+def _measure(llm: LLM, args: argparse.Namespace) -> list[Result]:
+    from nanovllm.bench import engine
+
+    seed, results = llm.config.seed, []
+    if args.kind == "throughput":
+        vocab_size = llm.engine.vocab_size or sys.maxsize
+        work = engine.Workload.random(
+            args.num_requests, tuple(args.input_len), tuple(args.output_len), vocab_size, seed
+        )
+        show = sys.stderr.isatty()
+        return [engine.throughput(llm, work, args.temperature, args.profile, show)]
+    if args.kind == "latency":
+        options: dict[str, Any] = {"runs": args.runs, "temperature": args.temperature, "profile": args.profile}
+        for count in args.num_requests:
+            results.append(engine.latency(llm, count, args.input_len, args.output_len, seed=seed, **options))
+        return results
+    lengths = args.input_len or [n for n in engine.PREFILL_LENGTHS if n < llm.config.max_model_len]
+    shares = [0.0, args.prefix_hit] if args.prefix_hit and llm.config.enable_prefix_caching else [0.0]
+    for length in lengths:
+        for share in shares:
+            results.append(engine.prefill(llm, length, share, args.runs, seed, args.profile))
+    return results

@@ -23,9 +23,9 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """MODEL, and a flag for every other field of EngineConfig."""
-    add_config_flags(parser, "engine", EngineConfig)
+def add_engine_flags(parser: argparse.ArgumentParser, model_is_optional: bool = False) -> None:
+    """MODEL (None where it is optional and not given), and a flag for every other field of EngineConfig."""
+    add_config_flags(parser, "engine", EngineConfig, model_is_optional)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -33,13 +33,13 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return config_from(args, EngineConfig)
 
 
-def add_config_flags(parser: argparse.ArgumentParser, title: str, cls: type) -> None:
+def add_config_flags(parser: argparse.ArgumentParser, title: str, cls: type, model_is_optional: bool = False) -> None:
     """A flag for every field of a configuration class whose fields have their "help" as metadata."""
     group = parser.add_argument_group(title)
     for field in dataclasses.fields(cls):
         text = field.metadata["help"].replace("%", "%%")
         if field.name == "model":
-            parser.add_argument("model", metavar="MODEL", help=text)
+            parser.add_argument("model", metavar="MODEL", nargs="?" if model_is_optional else None, help=text)
             continue
         shown = "" if field.default in (None, ()) else f" (default: {field.default})"
         kind = str(field.type).split(" | ")[0]

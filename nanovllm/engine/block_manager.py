@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from typing import Any
 
 import xxhash
 
@@ -43,6 +44,7 @@ class BlockManager:
         free_block_ids: ids for the next allocations, in order; a free block may still hold a cached prefix.
         used_block_ids: ids in at least one live block table.
         hash_to_block_id: chained hash of a full block to the id that holds it; the first writer stays.
+        journal: where changes are written down for an observer (engine/observer.py), None when there is none.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
@@ -52,6 +54,7 @@ class BlockManager:
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self.used_block_ids: set[int] = set()
         self.hash_to_block_id: dict[int, int] = {}
+        self.journal: list[tuple[Any, ...]] | None = None
 
     def compute_hash(self, token_ids: list[int], parent_hash: int = ROOT_HASH) -> int:
         """128-bit hash of a full block and, through parent_hash, of all tokens before it."""
@@ -114,6 +117,8 @@ class BlockManager:
         for _ in range(num_cached_blocks, seq.num_blocks):
             seq.block_table.append(self._allocate_block())
         seq.num_cached_tokens = num_cached_blocks * self.block_size
+        if self.journal is not None:
+            self.journal.append(("admit", seq.seq_id, list(seq.block_table), num_cached_blocks))
 
     def can_append(self, seq: Sequence) -> bool:
         """Whether blocks for all len(seq) tokens are there or free."""
@@ -121,8 +126,11 @@ class BlockManager:
 
     def may_append(self, seq: Sequence) -> None:
         """Extends the block table to ceil(len(seq) / block_size) blocks: before every decode step."""
-        for _ in range(self._num_missing_blocks(seq)):
+        num_missing = self._num_missing_blocks(seq)
+        for _ in range(num_missing):
             seq.block_table.append(self._allocate_block())
+        if self.journal is not None and num_missing > 0:
+            self.journal.append(("grow", seq.seq_id, seq.block_table[-num_missing:]))
 
     def _num_missing_blocks(self, seq: Sequence) -> int:
         return -(-len(seq) // self.block_size) - len(seq.block_table)
@@ -143,6 +151,8 @@ class BlockManager:
             block.token_ids = token_ids[i * size : (i + 1) * size]
             parent = block.hash
             self.hash_to_block_id.setdefault(parent, table[i])
+        if self.journal is not None:
+            self.journal.append(("hash", seq.seq_id, first, [f"{h:032x}" for h in hashes[first:last]]))
 
     def deallocate(self, seq: Sequence) -> None:
         """Drops seq's references, last block first, so that a prefix's tail is reused before its head."""
@@ -156,6 +166,8 @@ class BlockManager:
                     self.free_block_ids.move_to_end(block_id, last=False)
         seq.block_table = []
         seq.num_cached_tokens = 0
+        if self.journal is not None:
+            self.journal.append(("free", seq.seq_id))
 
     def _is_published(self, block: Block) -> bool:
         return block.hash is not None and self.hash_to_block_id.get(block.hash) == block.block_id

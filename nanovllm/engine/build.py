@@ -113,7 +113,10 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     Raises:
         ValueError, NotImplementedError: the model or an option is not supported; the text names it.
     """
+    begin = time.perf_counter()
     from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.layers.attention import Attention
+    from nanovllm.layers.attention_backends import make_backend
     from nanovllm.loader import dummy, source, weights
     from nanovllm.models.registry import model_class
 
@@ -128,6 +131,9 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     # Positions end at max_model_len: so does the rotary table (its scaling is already resolved).
     model_config = dataclasses.replace(model_config, dtype=dtype, max_position_embeddings=max_model_len)
     check_shapes(config, model_config, device)
+    backend = make_backend(config.attention_backend, device)
+    if not backend.graph_safe:
+        config = dataclasses.replace(config, enforce_eager=True)
     # In a thread: its import takes longer than the weights and the warm-up of a small model.
     tokenizer_thread = ThreadPoolExecutor(1, "tokenizer")
     tokenizer_result = tokenizer_thread.submit(source.load_tokenizer, where)
@@ -137,6 +143,9 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         weights.check_sizes(model_config, where)
     with device:
         model = model_class(model_config.architecture)(model_config)
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.backend = backend
     if config.load_format == "dummy":
         dummy.fill_dummy(model, config.seed)
     else:
@@ -154,22 +163,23 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         model_config.vocab_size,
         overlap,
     )
-    _say_ready(engine, model_config, device, dtype, loaded - start, time.perf_counter() - loaded)
+    engine.startup_seconds = {
+        "import": start - begin,
+        "weights": loaded - start,
+        "warm-up": time.perf_counter() - loaded - runner.capture_seconds,
+        "graphs": runner.capture_seconds,
+    }
+    _say_ready(engine, model_config, device, dtype, backend.name)
     return engine, sampling_defaults(generation_config)
 
 
-def _say_ready(
-    engine: LLMEngine,
-    model: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    load: float,
-    warm_up: float,
-) -> None:
+def _say_ready(engine: LLMEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str) -> None:
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.startup_seconds.items())
     blocks, size = engine.runner.num_kvcache_blocks, engine.config.kvcache_block_size
     text = (
-        f"nanovllm: {model.architecture} in {str(dtype).removeprefix('torch.')} on {device}, loaded in {load:.1f} s, "
-        f"warmed up in {warm_up:.1f} s; KV cache holds {blocks * size:,} tokens ({blocks:,} blocks of {size})"
+        f"nanovllm: {model.architecture} in {str(dtype).removeprefix('torch.')} on {device}, {backend} attention, "
+        f"{phases}; KV cache holds {blocks * size:,} tokens ({blocks:,} "
+        f"blocks of {size}{', fp8_e4m3' if engine.config.kv_cache_dtype == 'fp8_e4m3' else ''})"
     )
     if logger.handlers or logging.getLogger().handlers:
         logger.info(text)

@@ -8,8 +8,20 @@ def block_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: i
     return 2 * num_layers * block_size * num_kv_heads * head_dim * element_bytes
 
 
-def num_blocks_on_gpu(total: int, free: int, peak: int, current: int, utilization: float, bytes_per_block: int) -> int:
-    """Blocks that fit into `utilization` of a GPU.
+# More than any but a toy model has room for: 8 million tokens in blocks of 16. A toy would fit tens of millions on a
+# large GPU: each block is a Python object in the block manager, and so many take minutes to make.
+MAX_PREFIX_BLOCKS = 1 << 19
+
+
+def max_useful_blocks(max_running: int, max_blocks_per_seq: int) -> int:
+    """Every sequence at its full length, or as many blocks of cached prefixes as there may be."""
+    return max(max_running * max_blocks_per_seq, MAX_PREFIX_BLOCKS)
+
+
+def num_blocks_on_gpu(
+    total: int, free: int, peak: int, current: int, utilization: float, bytes_per_block: int, max_useful: int
+) -> int:
+    """Blocks that fit into `utilization` of a GPU, never more than max_useful.
 
     budget = total * utilization - used - (peak - current), with used = total - free: memory of all processes on the
     GPU, and peak - current the activations that the warm-up needed beyond what it left allocated.
@@ -29,7 +41,7 @@ def num_blocks_on_gpu(total: int, free: int, peak: int, current: int, utilizatio
             f"total {total} * gpu_memory_utilization {utilization} (used by all processes: {used}, free: {free}, "
             f"activations: {peak - current}); raise gpu_memory_utilization or free memory"
         )
-    return num_blocks
+    return min(num_blocks, max_useful)
 
 
 def num_blocks_in_bytes(memory_bytes: int, bytes_per_block: int, max_useful: int) -> int:

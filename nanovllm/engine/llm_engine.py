@@ -13,6 +13,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.grammar import Grammars
+from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import CompletionOutput, Logprob, RequestOutput
@@ -93,6 +94,7 @@ class LLMEngine:
     ) -> None:
         self.config, self.runner, self.tokenizer = config, runner, tokenizer
         self.vocab_size = vocab_size
+        self.startup_seconds: dict[str, float] = {}  # by phase, from whoever built the engine
         # Some checkpoints name ids that the model cannot produce; min_tokens would write their logits.
         self.eos_token_ids = frozenset(t for t in eos_token_ids if vocab_size is None or 0 <= t < vocab_size)
         self.scheduler = Scheduler(config, runner.num_kvcache_blocks)
@@ -101,6 +103,7 @@ class LLMEngine:
         self.num_requests = 0
         self._max_in_flight = 1 if overlap else 0
         self._in_flight: deque[tuple[Batch, Any]] = deque()  # launched, not collected; oldest first
+        self.observer: Observer | None = None  # while somebody watches: see observe() in engine/observer.py
 
     # Requests
 
@@ -191,6 +194,8 @@ class LLMEngine:
         for seq in request.sequences:
             self.scheduler.add(seq)
         self.requests[request_id] = request
+        if self.observer is not None:
+            self.observer.added(request.sequences)
         return request
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer:
@@ -210,6 +215,8 @@ class LLMEngine:
         for seq in request.sequences:
             self.scheduler.finish(seq, "abort")
         request.finish_time = time.perf_counter()
+        if self.observer is not None:
+            self.observer.flush()
 
     def stop_sequence(self, seq: Sequence) -> None:
         """Ends one completion of a request with reason "stop": its reader has found a stop string."""
@@ -227,11 +234,18 @@ class LLMEngine:
     def step(self) -> StepResult:
         """Launches the next step if there is work, and takes in the oldest one that is due."""
         result = StepResult()
+        observer = self.observer
         try:
+            if observer is not None:
+                observer.step_begins()
             batch = self.scheduler.schedule()
+            if observer is not None:
+                observer.scheduled(batch)
             if batch:
                 self._in_flight.append((batch, self.runner.launch(batch)))
                 self.scheduler.prepare_collect(batch)
+            if observer is not None:
+                observer.launched()
             for seq in batch.finished:
                 self._watch_end(seq)
             result.finished += batch.finished
@@ -245,12 +259,16 @@ class LLMEngine:
             request: Request = seq.data.request  # type: ignore[attr-defined]
             if request.is_finished and self.requests.pop(request.request_id, None):
                 request.finish_time = now
+        if observer is not None:
+            observer.step_ends(result.updated)
         return result
 
     def _collect(self, result: StepResult) -> None:
         batch, handle = self._in_flight[0]
         token_ids, logprobs = self.runner.collect(handle)
         self._in_flight.popleft()
+        if self.observer is not None:
+            self.observer.collected(batch, handle)
         sampled = batch.sampled if logprobs else []
         for i, entry in logprobs.items():
             seq = sampled[i]
@@ -299,6 +317,8 @@ class LLMEngine:
                 seq.finish_reason = seq.finish_reason or "abort"
         self.requests.clear()
         self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks)
+        if self.observer is not None:
+            self.observer.restart()
 
     # Outputs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from nanovllm import ops
 from nanovllm.config import DEFAULT_CPU_KV_BYTES, EngineConfig
 from nanovllm.engine.batch import Batch, Chunk
 from nanovllm.engine.context import Context, set_context
-from nanovllm.engine.kv_cache import block_bytes, num_blocks_in_bytes, num_blocks_on_gpu
+from nanovllm.engine.kv_cache import block_bytes, max_useful_blocks, num_blocks_in_bytes, num_blocks_on_gpu
 from nanovllm.engine.row_table import Arrays, RowTable
 from nanovllm.engine.staging import FixedInputs, StagingBuffer
 from nanovllm.engine.step_graphs import MAX_GRAPH_TOKENS, DecodeGraphs, MixedGraphs, StepGraphs
@@ -31,13 +32,20 @@ class StepHandle:
     """Where the results of a launched step will be.
 
     token_ids: [>= num_sampled] int64 on the host, written by the device; index: where batch.sampled is in it, None for
-    its first places. event: when it is written; None: at once.
+    its first places. event: when it is written; None: at once. start: when the device began, where it is timed.
     """
 
     token_ids: Tensor
     index: np.ndarray | None = None
     event: torch.cuda.Event | None = None
     logprobs: Logprobs | None = None
+    start: torch.cuda.Event | None = None
+
+    def device_seconds(self) -> float | None:
+        """Time on the device of a collected step, from its launch or the end of the step before; None: not timed."""
+        if self.start is None or self.event is None:
+            return None
+        return self.start.elapsed_time(self.event) * 1e-3
 
 
 class ModelRunner:
@@ -60,6 +68,7 @@ class ModelRunner:
     ) -> None:
         self.config, self.model_config, self.model = config, model_config, model
         self.device, self.dtype, self.block_size = device, dtype, config.kvcache_block_size
+        self.kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
         rows, width, tokens = config.max_running, config.max_blocks_per_seq, config.max_num_batched_tokens
         self.rows = RowTable(rows, width, device)
         per_row = 12 * width + 256  # bytes that a step may send of a row: its whole block table, and scalars
@@ -72,6 +81,7 @@ class ModelRunner:
         self._host_token_ids = [torch.empty(rows, dtype=torch.int64, pin_memory=pin) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)] if pin else []
         self._turn = 0
+        self.times_steps = False  # on CUDA: with events, for an observer
         heads = (model_config.num_q_heads, model_config.num_kv_heads, model_config.head_dim)
         self.plan = torch.empty(ops.decode_plan_numel(rows, device), dtype=torch.int32, device=device)
         numel = ops.decode_workspace_numel(rows, config.max_model_len, *heads, device)
@@ -84,26 +94,29 @@ class ModelRunner:
             self.graphs = self._make_graphs()
         self.num_kvcache_blocks = self._num_kvcache_blocks()
         self.allocate_kv_cache(self.num_kvcache_blocks)
+        start = time.perf_counter()
         self.capture_cudagraph()
+        self.capture_seconds = time.perf_counter() - start
 
     # Memory
 
     def _empty_cache(self, num_blocks: int) -> Tensor:
         m = self.model_config
         shape = (2, m.num_layers, num_blocks, self.block_size, m.num_kv_heads, m.head_dim)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.kv_cache_dtype, device=self.device)
 
     def _num_kvcache_blocks(self) -> int:
         c, m = self.config, self.model_config
         if c.num_kvcache_blocks > 0:
             return c.num_kvcache_blocks
-        size = block_bytes(m.num_layers, self.block_size, m.num_kv_heads, m.head_dim, self.dtype.itemsize)
+        size = block_bytes(m.num_layers, self.block_size, m.num_kv_heads, m.head_dim, self.kv_cache_dtype.itemsize)
         if c.kv_cache_memory_bytes is None and self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
             stats = torch.cuda.memory_stats(self.device)
             peak, current = stats["allocated_bytes.all.peak"], stats["allocated_bytes.all.current"]
             free -= self._graph_bytes()
-            return num_blocks_on_gpu(total, free, peak, current, c.gpu_memory_utilization, size)
+            most = max_useful_blocks(c.max_running, c.max_blocks_per_seq)
+            return num_blocks_on_gpu(total, free, peak, current, c.gpu_memory_utilization, size, most)
         memory = c.kv_cache_memory_bytes or DEFAULT_CPU_KV_BYTES
         return num_blocks_in_bytes(memory, size, c.max_running * c.max_blocks_per_seq)
 
@@ -179,6 +192,15 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> StepHandle:
         """Enqueues a step; its token ids are on the device for the next launch at once, for the host after collect."""
+        start = None
+        if self.times_steps and self.device.type == "cuda":
+            start = torch.cuda.Event(enable_timing=True)
+            start.record()
+        handle = self._launch(batch)
+        handle.start = start
+        return handle
+
+    def _launch(self, batch: Batch) -> StepHandle:
         seqs = batch.decodes + [c.seq for c in batch.chunks]
         arrays = self.rows.changes(seqs, batch.moves)
         rows = np.fromiter((s.row for s in seqs), np.int64, len(seqs))
@@ -259,7 +281,7 @@ class ModelRunner:
         self._turn ^= 1
         host = self._host_token_ids[self._turn][: len(token_ids)]
         host.copy_(token_ids, non_blocking=True)
-        event = self._events[self._turn]
+        event = torch.cuda.Event(enable_timing=True) if self.times_steps else self._events[self._turn]
         event.record()
         return StepHandle(host, index, event, logprobs)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence as Seq
+from typing import Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import Batch, Chunk
@@ -35,6 +36,7 @@ class Scheduler:
         self.free_rows = list(range(self.num_rows))  # a heap: the lowest row first
         self.draining = 0
         self.num_preemptions = 0
+        self.journal: list[tuple[Any, ...]] | None = None  # of an observer, as the block manager's
 
     @property
     def has_work(self) -> bool:
@@ -221,6 +223,8 @@ class Scheduler:
     def preempt(self, seq: Sequence) -> Sequence:
         """Takes seq's blocks and row and puts it at the head of the waiting queue; its tokens are recomputed later."""
         self.running.remove(seq)
+        if self.journal is not None:
+            self.journal.append(("preempt", seq.seq_id))
         seq.is_stale = seq.num_in_flight > 0
         self._release(seq)
         seq.reset_progress()
@@ -234,6 +238,8 @@ class Scheduler:
         if seq.finish_reason is not None:
             return
         seq.finish_reason = reason
+        if self.journal is not None:
+            self.journal.append(("end", seq.seq_id, reason))
         if seq.status is SequenceStatus.RUNNING:
             self.running.remove(seq)
             if seq.num_in_flight:

@@ -3,6 +3,7 @@ from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.engine.context import get_context
+from nanovllm.layers.attention_backends import AttentionBackend, NativeAttention
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.rotary import RotaryEmbedding
 
@@ -11,7 +12,8 @@ class Attention(Layer):
     """Rotary embedding, cache store and causal attention of one layer, for the rows of the current Context.
 
     `k_cache` and `v_cache` [num_blocks, block_size, num_kv_heads, head_dim] are views of the engine's pool,
-    set by the model runner; until then they have no blocks, and only prefill without cached context can run.
+    set by the model runner; until then they have no blocks, and only prefill without cached context can run. An fp8
+    cache holds keys / k_scale and values / v_scale, [1] float32 from the checkpoint; None: 1.
     """
 
     def __init__(
@@ -32,6 +34,14 @@ class Attention(Layer):
         self.rotary_emb = rotary_emb
         self.k_cache = torch.empty(0, 1, num_kv_heads, head_dim, dtype=dtype)
         self.v_cache = torch.empty_like(self.k_cache)
+        self.k_scale: Tensor | None = None
+        self.v_scale: Tensor | None = None
+        self.backend: AttentionBackend = NativeAttention()
+
+    @property
+    def cache_scales(self) -> tuple[Tensor | None, Tensor | None]:
+        """k_scale and v_scale where the cache is fp8; a cache of the model's dtype has none."""
+        return (self.k_scale, self.v_scale) if self.k_cache.dtype == torch.float8_e4m3fn else (None, None)
 
     def forward(
         self, qkv: Tensor, positions: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None
@@ -56,8 +66,7 @@ class Attention(Layer):
             self.k_cache,
             self.v_cache,
             context.slot_mapping,
-            None,
-            None,
+            *self.cache_scales,
             self.num_q_heads,
             self.num_kv_heads,
             self.eps,
@@ -67,44 +76,8 @@ class Attention(Layer):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         num_decode = context.num_decode
         if num_decode > 0:
-            self._decode(out[:num_decode], q[:num_decode])
+            self.backend.decode(self, out[:num_decode], q[:num_decode], context)
         if context.max_seqlen_q > 0:
             first = num_decode if context.first_prefill_row is None else context.first_prefill_row
-            self._prefill(out[first:], q[first:], k[first:], v[first:])
+            self.backend.prefill(self, *(x[first:] for x in (out, q, k, v)), context)
         return out.flatten(1)
-
-    def _decode(self, out: Tensor, q: Tensor) -> None:
-        context = get_context()
-        ops.paged_attention_decode(
-            out,
-            q,
-            self.k_cache,
-            self.v_cache,
-            context.decode_block_tables,
-            context.decode_context_lens,
-            context.plan,
-            context.workspace,
-            None,
-            None,
-            self.scale,
-            past_complete=True,  # since the step's plan, qk_norm_rope_store stored one token of each row
-        )
-
-    def _prefill(self, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Reads the packed k and v of this forward when nothing before them is cached, else the cache."""
-        context = get_context()
-        if context.block_tables is not None:
-            k, v = self.k_cache, self.v_cache
-        ops.paged_attention_prefill(
-            out,
-            q,
-            k,
-            v,
-            context.cu_seqlens_q,
-            context.context_lens,
-            context.block_tables,
-            context.max_seqlen_q,
-            None,
-            None,
-            self.scale,
-        )

@@ -1,6 +1,7 @@
 """Streams a checkpoint's tensors into a model, one at a time, once all names and shapes agree."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,13 +127,18 @@ def load_weights(model: nn.Module, source: ModelSource) -> None:
             text), a shard that is missing, or a format that is not supported.
     """
     checkpoint = _checkpoint(source)
-    targets = _targets(model)
-    _check_complete(checkpoint.shapes(), targets, source.path)
-    dtype = next(model.parameters()).dtype
-    for name, tensor in checkpoint.tensors(dtype):
+    targets, scales = _targets(model), _cache_scales(model)
+    _check_complete(checkpoint.shapes(), targets, scales, source.path)
+    weight = next(model.parameters())
+    for name, tensor in checkpoint.tensors(weight.dtype):
         if name in targets:
             target = targets[name]
             target.param.weight_loader(target.param, tensor, target.shard)
+        elif name in scales:
+            if not 0 < tensor.item() < math.inf:
+                raise ValueError(f"{source.path}: {name}: expected a scale above 0, got {tensor.item()}")
+            layer, attribute = scales[name]
+            setattr(layer, attribute, tensor.reshape(1).to(weight.device, torch.float32))
     if isinstance(checkpoint, GgufCheckpoint):
         _pack(model, checkpoint, targets)
 
@@ -156,13 +162,36 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     return targets
 
 
-def _check_complete(shapes: dict[str, tuple[int, ...]], targets: dict[str, _Target], path: Path) -> None:
+def _cache_scales(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Names under which a checkpoint may have the scales of an fp8 cache -> layer and attribute: beside the
+    projections (llm-compressor), or of one of them (ModelOpt, AutoFP8)."""
+    scales = {}
+    for name, layer in model.named_modules():
+        if hasattr(layer, "k_scale"):
+            attention = name.rpartition(".")[0]
+            for kind in "kv":
+                for owner in (attention, f"{attention}.{kind}_proj", name):
+                    scales[f"{owner}.{kind}_scale"] = (layer, f"{kind}_scale")
+    return scales
+
+
+def _check_complete(
+    shapes: dict[str, tuple[int, ...]],
+    targets: dict[str, _Target],
+    scales: dict[str, tuple[nn.Module, str]],
+    path: Path,
+) -> None:
     missing = [name for name in targets if name not in shapes]
-    unexpected = [name for name in shapes if name not in targets and not _may_be_extra(name)]
+    unexpected = [name for name in shapes if not (name in targets or name in scales or _may_be_extra(name))]
     misshapen = [
         f"{name} (expected {list(target.shape)}, got {list(shapes[name])})"
         for name, target in targets.items()
         if name in shapes and shapes[name] != target.shape
+    ]
+    misshapen += [
+        f"{name} (expected one scale for all heads, got {list(shapes[name])})"
+        for name in scales
+        if shapes.get(name, ()) not in ((), (1,))
     ]
     faults = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
     if any(faults.values()):

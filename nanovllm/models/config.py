@@ -166,11 +166,21 @@ def _check_unquantized(hf_config: Any) -> None:
     if quantization is None:
         return
     settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    if not settings.get("config_groups") and settings.get("kv_cache_scheme"):
+        _check_cache_scheme(settings["kv_cache_scheme"])  # llm-compressor: scales of the cache beside dense weights
+        return
     method = settings.get("quant_method", "unnamed")
     raise ValueError(
         "quantization_config: expected unquantised weights (or a GGUF file), got quantisation method "
         f"{method}, which is not supported"
     )
+
+
+def _check_cache_scheme(scheme: dict[str, Any]) -> None:
+    expected = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    got = {name: scheme.get(name) for name in expected}
+    if got != expected:
+        raise ValueError(f"quantization_config.kv_cache_scheme: expected {expected}, got {got}")
 
 
 def _check_activation(hf_config: Any) -> None:

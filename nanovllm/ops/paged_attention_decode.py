@@ -34,7 +34,7 @@ def paged_attention_decode(
             a context of 0 become 0.
         q: [batch, num_q_heads, head_dim] float32 or bfloat16 on CPU, bfloat16 or float16 on CUDA; last dimension
             contiguous, other strides free. head_dim: a multiple of 8 on CPU; 64, 80, 96, 128 or 256 on CUDA.
-        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] dtype of q, on CUDA also float8_e4m3fn; last
+        k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim] dtype of q, or float8_e4m3fn; last
             dimension contiguous, other strides free; on CUDA rows aligned to 16 bytes (so in q and out), block_size a
             power of two from 16, at most 16 query heads a KV head. Slots past a
             context may hold anything, NaN included.
@@ -44,7 +44,7 @@ def paged_attention_decode(
         plan: from `decode_plan` of the same context_lens, num_kv_heads and block_size.
         workspace: [>= decode_workspace_numel(...)] float32, contiguous, overwritten; holds nothing between calls, but
             on CUDA it is zeros before the first one (counters, which every call leaves at zero).
-        k_scale, v_scale: [1] float32, an fp8 cache holds k / k_scale (refused on CPU); None: 1.
+        k_scale, v_scale: [1] float32, an fp8 cache holds k / k_scale; None: 1.
         scale: of the scores, usually head_dim ** -0.5.
         past_complete: True promises that `block_tables`, and keys and values of all but the last token of each context,
             were written before the `decode_plan` that made `plan` was called, on this stream. Only q and the last

@@ -29,7 +29,7 @@ def paged_attention_prefill(
             dimension contiguous, other strides free. head_dim: a multiple of 8 on CPU; 64, 80, 96, 128 or 256 on
             CUDA.
         k, v: [num_tokens, num_kv_heads, head_dim], packed like q, where block_tables is None; else caches
-            [num_blocks, block_size, num_kv_heads, head_dim] that hold the new tokens too. dtype of q, on CUDA also
+            [num_blocks, block_size, num_kv_heads, head_dim] that hold the new tokens too. dtype of q, or
             float8_e4m3fn; last dimension contiguous, other strides free. Slots past a context may hold anything, NaN
             included. On CUDA rows of q, k and v are aligned to 16 bytes, and block_size is a power of two from 16.
         cu_seqlens_q: [batch + 1] int32, contiguous; the queries of sequence b are rows
@@ -40,7 +40,7 @@ def paged_attention_prefill(
             block_tables[b, t // block_size], slot t % block_size. Entries past the context are never read. None:
             k and v are packed.
         max_seqlen_q: at least the most queries of a sequence.
-        k_scale, v_scale: [1] float32, an fp8 cache holds k / k_scale (refused on CPU); None: 1.
+        k_scale, v_scale: [1] float32, an fp8 cache holds k / k_scale; None: 1.
         scale: of the scores, usually head_dim ** -0.5; more than 0 on CUDA.
     Raises:
         RuntimeError: a shape, dtype, stride or device does not fit, or (CPU) lengths contradict each other or a block

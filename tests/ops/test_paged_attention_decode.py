@@ -9,6 +9,9 @@ from torch import Tensor
 
 from nanovllm import ops
 
+E4M3 = torch.float8_e4m3fn
+K_SCALE, V_SCALE = 0.5, 2.0  # exact in every dtype
+
 
 @dataclass(frozen=True)
 class Case:
@@ -40,7 +43,7 @@ def make(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Paged]:
 
 
 def arguments(q: Tensor, kv: Paged, out: Tensor | None = None) -> list:
-    """Arguments in order, out and (on CPU) workspace full of NaN."""
+    """Arguments in order, out and (on CPU) workspace full of NaN; an e4m3 cache has scales."""
     batch, num_q_heads, head_dim = q.shape
     block_size, num_kv_heads = kv.k.shape[1:3]
     plan = torch.full((ops.decode_plan_numel(batch, q.device),), -7, dtype=torch.int32, device=q.device)
@@ -49,7 +52,8 @@ def arguments(q: Tensor, kv: Paged, out: Tensor | None = None) -> list:
     numel = ops.decode_workspace_numel(batch, longest, num_q_heads, num_kv_heads, head_dim, q.device)
     workspace = torch.full((numel,), float("nan") if q.is_cpu else 0.0, device=q.device)
     out = torch.full_like(q, float("nan")) if out is None else out
-    return [out, q, kv.k, kv.v, kv.block_tables, kv.context_lens, plan, workspace, None, None, head_dim**-0.5]
+    scales = [torch.tensor([s], device=q.device) if kv.k.dtype == E4M3 else None for s in (K_SCALE, V_SCALE)]
+    return [out, q, kv.k, kv.v, kv.block_tables, kv.context_lens, plan, workspace, *scales, head_dim**-0.5]
 
 
 def decode(q: Tensor, kv: Paged, out: Tensor | None = None) -> Tensor:
@@ -68,6 +72,8 @@ def check(out: Tensor, q: Tensor, kv: Paged) -> None:
             reference.assert_same_bits(out[b], torch.zeros_like(out[b]), f"row {b}")
             continue
         k, v = (reference.paged_rows(c, kv.block_tables[b], n) for c in (kv.k, kv.v))
+        if k.dtype == E4M3:
+            k, v = k.to(q.dtype) * K_SCALE, v.to(q.dtype) * V_SCALE
         reference.assert_accurate(out[b : b + 1], reference.attention, q[b : b + 1], k, v, q.size(2) ** -0.5, times=4)
 
 
@@ -82,6 +88,28 @@ def test_accuracy(case: Case, device: str, dtype: torch.dtype) -> None:
 def test_accuracy_of_what_only_the_cpu_takes(case: Case, dtype: torch.dtype) -> None:
     q, kv = make(case, "cpu", dtype)
     check(decode(q, kv), q, kv)
+
+
+@pytest.mark.parametrize("case", [*CORNERS, CPU_ONLY[1]], ids=repr)
+def test_float8_cache(case: Case, device: str, dtype: torch.dtype) -> None:
+    if case in CPU_ONLY and device != "cpu":
+        pytest.skip("only the CPU takes this head_dim")
+    q, kv = make(case, device, dtype)
+    kv = replace(kv, k=kv.k.to(E4M3), v=kv.v.to(E4M3))
+    check(decode(q, kv), q, kv)
+
+
+def test_every_float8_code(device: str, dtype: torch.dtype) -> None:
+    """A context of one token is its value; 0x7f and 0xff are NaN."""
+    codes = torch.arange(256, dtype=torch.uint8, device=device).view(1, 1, 4, 64).repeat(1, 16, 1, 1)
+    table, lens = torch.zeros(1, 1, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    kv = Paged(torch.zeros_like(codes).view(E4M3), codes.view(E4M3), table, lens)
+    q = torch.ones(1, 4, 64, device=device, dtype=dtype)
+    args = arguments(q, kv)
+    args[8:10] = [None, None]
+    ops.paged_attention_decode(*args)
+    want = torch.arange(256, dtype=torch.uint8).view(E4M3).float().view(1, 4, 64)
+    torch.testing.assert_close(args[0].float().cpu(), want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_strided_q_and_out(device: str, dtype: torch.dtype) -> None:
@@ -141,7 +169,7 @@ def test_errors() -> None:
     q, kv = make(Case(lens=(20, 40)), "cpu", torch.float32)
     bad_id, negative = kv.block_tables.clone(), kv.block_tables.clone()
     bad_id[1, 2], negative[0, 1] = ABSURD, -1
-    scale = torch.ones(1)
+    scale, float8 = torch.ones(1), kv.k.to(E4M3)
     lens = kv.context_lens
     # argument index -> value
     cases = [
@@ -157,8 +185,11 @@ def test_errors() -> None:
         ({5: lens - 30}, "context_lens: expected 0 to 80 (5 blocks of 16), got -10 at [0]"),
         ({6: torch.zeros(2, dtype=torch.int32)}, "plan: expected at least 3 elements for a batch of 2, got 2"),
         ({6: torch.zeros(3, dtype=torch.int32)}, "plan: expected the plan that decode_plan made of these context_lens"),
-        ({8: scale}, "k_scale: expected None on CPU, which has no fp8 cache, got a tensor"),
-        ({9: scale}, "v_scale: expected None on CPU, which has no fp8 cache, got a tensor"),
+        ({8: scale}, "k_scale: expected None for a float32 cache, got a tensor"),
+        ({9: scale}, "v_scale: expected None for a float32 cache, got a tensor"),
+        ({2: float8}, "v_cache: expected dtype float8_e4m3fn, got float32"),
+        ({2: float8, 3: float8, 8: torch.ones(2)}, "k_scale: expected size 1 in dimension 0, got 2"),
+        ({2: float8, 3: float8, 9: scale.double()}, "v_scale: expected dtype float32, got float64"),
         ({2: kv.k[:, :, :1]}, "v_cache: expected num_kv_heads = 1 (from k_cache) in dimension 2, got 2"),
         ({2: kv.k.bfloat16()}, "k_cache: expected dtype float32, got bfloat16"),
         ({0: q[:, :5], 1: q[:, :5]}, "q: expected num_q_heads to be a multiple of num_kv_heads = 2, got 5"),

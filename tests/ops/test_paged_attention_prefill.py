@@ -9,6 +9,9 @@ from torch import Tensor
 
 from nanovllm import ops
 
+E4M3 = torch.float8_e4m3fn
+K_SCALE, V_SCALE = 0.5, 2.0  # exact in every dtype
+
 
 @dataclass(frozen=True)
 class Case:
@@ -49,7 +52,8 @@ def make(case: Case, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, P
 def prefill(q: Tensor, cu: Tensor, kv: Paged, out: Tensor | None = None) -> Tensor:
     out = torch.full_like(q, float("nan"), memory_format=torch.contiguous_format) if out is None else out
     most, scale = max(cu.diff().tolist(), default=0), q.size(2) ** -0.5
-    ops.paged_attention_prefill(out, q, kv.k, kv.v, cu, kv.context_lens, kv.block_tables, most, None, None, scale)
+    scales = [torch.tensor([s], device=q.device) if kv.k.dtype == E4M3 else None for s in (K_SCALE, V_SCALE)]
+    ops.paged_attention_prefill(out, q, kv.k, kv.v, cu, kv.context_lens, kv.block_tables, most, *scales, scale)
     return out
 
 
@@ -65,6 +69,8 @@ def check(out: Tensor, q: Tensor, cu: Tensor, kv: Paged) -> None:
     for b, (begin, end) in enumerate(pairwise(bounds)):
         n = int(kv.context_lens[b])
         k, v = (reference.paged_rows(c, kv.block_tables[b], n) for c in (kv.k, kv.v))
+        if k.dtype == E4M3:
+            k, v = k.to(q.dtype) * K_SCALE, v.to(q.dtype) * V_SCALE
         args = q[begin:end], k, v, q.size(2) ** -0.5
         reference.assert_accurate(out[begin:end], reference.attention, *args, times=4)
 
@@ -79,6 +85,15 @@ def test_paged(case: Case, device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_paged_of_what_only_the_cpu_takes(case: Case, dtype: torch.dtype) -> None:
     q, cu, kv = make(case, "cpu", dtype)
+    check(prefill(q, cu, kv), q, cu, kv)
+
+
+@pytest.mark.parametrize("case", [*CORNERS, CPU_ONLY[1]], ids=repr)
+def test_float8_cache(case: Case, device: str, dtype: torch.dtype) -> None:
+    if case in CPU_ONLY and device != "cpu":
+        pytest.skip("only the CPU takes this head_dim")
+    q, cu, kv = make(case, device, dtype)
+    kv = replace(kv, k=kv.k.to(E4M3), v=kv.v.to(E4M3))
     check(prefill(q, cu, kv), q, cu, kv)
 
 
@@ -142,7 +157,8 @@ def test_errors() -> None:
         ({4: torch.tensor([0, 10, 3]).int()}, "cu_seqlens_q: expected 10 to 43 (num_tokens) at [2], got 3"),
         ({4: cu[:2]}, "cu_seqlens_q: expected size 3 in dimension 0, got 2"),
         ({7: 39}, "max_seqlen_q: expected at least 40 (queries of sequence 1), got 39"),
-        ({8: torch.ones(1)}, "k_scale: expected None on CPU, which has no fp8 cache, got a tensor"),
+        ({8: torch.ones(1)}, "k_scale: expected None for a float32 cache, got a tensor"),
+        ({2: kv.k.to(E4M3)}, "v: expected dtype float8_e4m3fn, got float32"),
         ({6: None}, "k: expected 3 dimensions, got 4 of shape [8, 16, 2, 64]"),
         ({2: packed, 3: packed, 6: None}, "context_lens: expected 3 (queries of the sequence, as k and v are packed)"),
         ({3: kv.v.bfloat16()}, "v: expected dtype float32, got bfloat16"),

@@ -1,0 +1,1 @@
+"""Watching an engine: live in a browser, or recorded and replayed."""

@@ -92,6 +92,8 @@ def _on_invalid(request: Request, error: Exception) -> JSONResponse:
         return ApiError(
             400, f"body: expected JSON, got an error at byte {first['loc'][-1]}: {first['ctx']['error']}"
         ).response()
+    if tuple(first["loc"]) == ("body",) and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
+        return ApiError(400, "body: expected a JSON object, sent as Content-Type: application/json").response()
     # All branches of a union complain. What the client meant is the one that has the right type, and the deepest.
     deepest = max(problems, key=lambda p: (not p["type"].endswith("_type"), len(p["loc"])))
     param = _where(deepest["loc"])

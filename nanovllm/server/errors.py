@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from nanovllm.async_llm import EngineStopped
+
 logger = logging.getLogger("nanovllm.server")
 _TYPES = {
     401: "authentication_error",
@@ -67,7 +69,7 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, TimeoutError):
         return ApiError(504, str(error), code="timeout")
-    if isinstance(error, RuntimeError) and ("shut down" in str(error) or "cannot go on" in str(error)):
+    if isinstance(error, EngineStopped):
         return ApiError(503, str(error), code="engine_unavailable")
     logger.error("request failed", exc_info=error)
     return ApiError(500, str(error) if isinstance(error, RuntimeError) else f"internal error: {type(error).__name__}")

@@ -87,7 +87,8 @@ def serve(step_s: float, streams: int, tokens: int, max_chunks: float, profile: 
             server.should_exit = True
             await task
 
-        loop_main = asyncio.Runner(loop_factory=server.config.get_loop_factory()).run
+        loop = server.config.get_loop_factory()()
+        loop_main = loop.run_until_complete
         if profile:
             import cProfile
 

@@ -18,6 +18,10 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.token_stream import NewToken, TokenStream
 
 
+class EngineStopped(RuntimeError):
+    """The engine was shut down, or cannot go on."""
+
+
 class _Stream:
     """The newest output of one request. Outputs are cumulative, so a slow reader may skip some and loses nothing."""
 
@@ -173,9 +177,9 @@ class AsyncLLM:
     def _command(self, command: Callable[[], None]) -> None:
         with self._lock:  # a command before the last one is certain to run
             if self._is_shut_down:
-                raise RuntimeError("AsyncLLM: the engine was shut down")
+                raise EngineStopped("AsyncLLM: the engine was shut down")
             if not self.is_running:
-                raise RuntimeError(f"AsyncLLM: the engine cannot go on: {self._fatal!r}")
+                raise EngineStopped(f"AsyncLLM: the engine cannot go on: {self._fatal!r}")
             self._commands.put(command)
 
     def end_requests(self, requests: list[Request]) -> None:
@@ -234,7 +238,7 @@ class AsyncLLM:
                 while not self._commands.empty():
                     if command := self._commands.get():
                         command()
-            self._end_streams(RuntimeError(f"AsyncLLM: the engine {ending}"))
+            self._end_streams(EngineStopped(f"AsyncLLM: the engine {ending}"))
 
     def _run_commands(self) -> bool:
         """Runs what callers have asked for, waiting for it when there is nothing else to do; False: shut down."""

@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from nanovllm.async_llm import EngineStopped
+
 logger = logging.getLogger("nanovllm.server")
 _TYPES = {
     401: "authentication_error",
@@ -67,7 +69,7 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error))
     if isinstance(error, TimeoutError):
         return ApiError(504, str(error), code="timeout")
-    if isinstance(error, RuntimeError) and ("shut down" in str(error) or "cannot go on" in str(error)):
+    if isinstance(error, EngineStopped):
         return ApiError(503, str(error), code="engine_unavailable")
     logger.error("request failed", exc_info=error)
     return ApiError(500, str(error) if isinstance(error, RuntimeError) else f"internal error: {type(error).__name__}")
@@ -92,6 +94,8 @@ def _on_invalid(request: Request, error: Exception) -> JSONResponse:
         return ApiError(
             400, f"body: expected JSON, got an error at byte {first['loc'][-1]}: {first['ctx']['error']}"
         ).response()
+    if tuple(first["loc"]) == ("body",) and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
+        return ApiError(400, "body: expected a JSON object, sent as Content-Type: application/json").response()
     # All branches of a union complain. What the client meant is the one that has the right type, and the deepest.
     deepest = max(problems, key=lambda p: (not p["type"].endswith("_type"), len(p["loc"])))
     param = _where(deepest["loc"])

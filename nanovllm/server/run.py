@@ -19,7 +19,7 @@ from nanovllm.server.app import make_app
 from nanovllm.server.config import ServerConfig
 
 logger = logging.getLogger("nanovllm.server")
-SWITCH_INTERVAL = 5e-5  # seconds after which the engine's thread gets Python back from a busy event loop
+SWITCH_INTERVAL = 1e-5  # seconds after which the engine's thread gets Python back from a busy event loop
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig) -> None:

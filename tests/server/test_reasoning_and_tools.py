@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="needs nanovllm[server]")
-
 from nanovllm.server.reasoning import ThinkParser
 from nanovllm.server.tools import (
     ArrayParser,

@@ -53,6 +53,16 @@ struct RingPosition {
 __device__ inline void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
+/// The box at (c0, c1) to shared memory; completes its bytes on `barrier`.
+__device__ inline void tma_load_2d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t c0,
+                                   int32_t c1) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+      "%4}], "
+      "[%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1)
+      : "memory");
+}
 /// The box at (c0, c1, c2, c3) to shared memory; completes its bytes on `barrier`.
 __device__ inline void tma_load_4d(uint32_t to, const CUtensorMap* map, uint32_t barrier, int32_t c0,
                                    int32_t c1, int32_t c2, int32_t c3) {
@@ -115,17 +125,18 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address, uint32_t leading_b
 
 #define NV_ACC4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define NV_ACC16(d, i) NV_ACC4(d, i), NV_ACC4(d, i + 4), NV_ACC4(d, i + 8), NV_ACC4(d, i + 12)
+#define NV_ACC8(d) NV_ACC4(d, 0), NV_ACC4(d, 4)
+#define NV_ACC16_ALL(d) NV_ACC16(d, 0)
 #define NV_ACC32(d) NV_ACC16(d, 0), NV_ACC16(d, 16)
 #define NV_ACC64(d) NV_ACC16(d, 0), NV_ACC16(d, 16), NV_ACC16(d, 32), NV_ACC16(d, 48)
 // clang-format off
+#define NV_REGS8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NV_REGS16 NV_REGS8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NV_REGS32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+  NV_REGS16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NV_REGS64 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
-  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
-  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+  NV_REGS32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define NV_WGMMA_SS(n, type, regs, acc, a, b, p)                                                        \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #p ", 0;\n"                                        \
                "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" regs "}, %" #a ", %" #b \
@@ -141,8 +152,21 @@ __device__ inline uint64_t wgmma_descriptor(uint32_t address, uint32_t leading_b
 /// contiguous. A warpgroup's call; T: __nv_bfloat16 or __half.
 template <class T, int kSize>
 __device__ void wgmma_ss(float (&d)[kSize], uint64_t a_desc, uint64_t b_desc, int accumulate) {
-  static_assert(kSize == 64, "N is 128");
-  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+  static_assert(kSize == 8 || kSize == 16 || kSize == 32 || kSize == 64, "N is 16, 32, 64 or 128");
+  constexpr bool kBFloat16 = std::is_same_v<T, __nv_bfloat16>;
+  if constexpr (kSize == 8 && kBFloat16)
+    NV_WGMMA_SS(16, "bf16", NV_REGS8, NV_ACC8, 8, 9, 10);
+  else if constexpr (kSize == 8)
+    NV_WGMMA_SS(16, "f16", NV_REGS8, NV_ACC8, 8, 9, 10);
+  else if constexpr (kSize == 16 && kBFloat16)
+    NV_WGMMA_SS(32, "bf16", NV_REGS16, NV_ACC16_ALL, 16, 17, 18);
+  else if constexpr (kSize == 16)
+    NV_WGMMA_SS(32, "f16", NV_REGS16, NV_ACC16_ALL, 16, 17, 18);
+  else if constexpr (kSize == 32 && kBFloat16)
+    NV_WGMMA_SS(64, "bf16", NV_REGS32, NV_ACC32, 32, 33, 34);
+  else if constexpr (kSize == 32)
+    NV_WGMMA_SS(64, "f16", NV_REGS32, NV_ACC32, 32, 33, 34);
+  else if constexpr (kBFloat16)
     NV_WGMMA_SS(128, "bf16", NV_REGS64, NV_ACC64, 64, 65, 66);
   else
     NV_WGMMA_SS(128, "f16", NV_REGS64, NV_ACC64, 64, 65, 66);
@@ -165,10 +189,14 @@ __device__ void wgmma_rs(float (&d)[kSize], const uint32_t* a, uint64_t b_desc, 
 
 #undef NV_WGMMA_SS
 #undef NV_WGMMA_RS
+#undef NV_REGS8
+#undef NV_REGS16
 #undef NV_REGS32
 #undef NV_REGS64
 #undef NV_ACC4
+#undef NV_ACC8
 #undef NV_ACC16
+#undef NV_ACC16_ALL
 #undef NV_ACC32
 #undef NV_ACC64
 

@@ -16,6 +16,7 @@
 
 #include "common/pack.cuh"
 #include "common/ptx.cuh"
+#include "common/tensor_map.h"
 #include "kernels/paged_attention_prefill.cuh"
 
 // Passes for other architectures leave the kernel's body out, and its parts without a use.
@@ -475,15 +476,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 /// [d, row, head, block] with 64 columns and `rows` rows a box. False: the driver takes no such map.
 bool encode(CUtensorMap& map, const Params& p, const void* data, int64_t rows, int64_t heads, int64_t blocks,
             int64_t stride_row, int64_t stride_head, int64_t stride_block, int box_rows) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode_tiled = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    const auto status =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
-    return status == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(entry)
-                                                                         : nullptr;
-  }();
+  const auto encode_tiled = tensor_map_encoder();
   if (encode_tiled == nullptr) return false;
   // A dimension of one element is never stepped over, and may come with any stride.
   auto bytes = [&](int64_t size, int64_t stride) {

@@ -3,6 +3,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm import ops
+from nanovllm.layers.decode_linear import HalfNormed, decode_product, is_decode_product
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.parameter import PackedWeight, Shard, make_parameter
 from nanovllm.ops.skinny_linear import MAX_ROWS
@@ -18,18 +19,22 @@ def _is_skinny(x: Tensor, weight: Tensor) -> bool:
     return x.shape[0] <= (_MAX_ROWS_BF16_ON_CPU if x.dtype == torch.bfloat16 else MAX_ROWS)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: PackedWeight | None = None) -> Tensor:
+def linear(
+    x: Tensor | HalfNormed, weight: Tensor, bias: Tensor | None = None, packed: PackedWeight | None = None
+) -> Tensor:
     """x @ weight.T + bias; for few rows by the operator that reads the weight once, on CPU its packed form if any.
 
     Args:
-        x: [num_tokens, in] in the dtype of weight.
+        x: [num_tokens, in] in the dtype of weight; half normed only where `is_decode_product`.
         weight: [out, in].
         bias: [out] or None.
         packed: the quantised form of weight, or None.
     Returns:
         [num_tokens, out].
     """
-    if packed is not None and x.shape[0] <= MAX_ROWS:
+    if isinstance(x, HalfNormed) or is_decode_product(x.shape[0], weight):
+        out = decode_product(x, weight, bias)
+    elif packed is not None and x.shape[0] <= MAX_ROWS:
         out = x.new_empty(x.shape[0], weight.shape[0])
         ops.skinny_linear_gguf(out, x, packed.blocks, packed.quant_type, bias)
     elif _is_skinny(x, weight):
@@ -53,7 +58,7 @@ class LinearBase(Layer):
         self.bias = make_parameter((output_size,), dtype, shards) if bias else None
         self.packed: PackedWeight | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | HalfNormed) -> Tensor:
         return linear(x, self.weight, self.bias, self.packed)
 
 

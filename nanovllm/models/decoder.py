@@ -4,15 +4,18 @@ from torch import Tensor, nn
 
 from nanovllm.layers.activation import SiluAndMul
 from nanovllm.layers.attention import Attention
+from nanovllm.layers.decode_linear import HalfNormed, add_and_norm, decode_product, is_decode_product
 from nanovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.layernorm import RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from nanovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from nanovllm.layers.rotary import RotaryEmbedding
 from nanovllm.models.config import ModelConfig
 
 
 class DecoderAttention(Layer):
+    """Normed hidden states -> what o_proj projects, which the layer adds to the residual stream."""
+
     def __init__(self, config: ModelConfig, rotary_emb: RotaryEmbedding) -> None:
         super().__init__()
         heads = config.num_q_heads, config.num_kv_heads
@@ -26,13 +29,15 @@ class DecoderAttention(Layer):
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.dtype)
         self.qk_norm = config.qk_norm
 
-    def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    def forward(self, positions: Tensor, hidden_states: Tensor | HalfNormed) -> Tensor:
         # The norms of q and k run inside the rotary operator: only their weights are used here.
         weights = (self.q_norm.weight, self.k_norm.weight) if self.qk_norm else ()
-        return self.o_proj(self.attn(self.qkv_proj(hidden_states), positions, *weights))
+        return self.attn(self.qkv_proj(hidden_states), positions, *weights)
 
 
 class DecoderMLP(Layer):
+    """Normed hidden states -> what down_proj projects, which the layer adds to the residual stream."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden_size, size = config.hidden_size, config.intermediate_size
@@ -40,8 +45,11 @@ class DecoderMLP(Layer):
         self.down_proj = RowParallelLinear(size, hidden_size, config.mlp_bias, config.dtype)
         self.act_fn = SiluAndMul()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_up_proj(x)))
+    def forward(self, x: Tensor | HalfNormed) -> Tensor:
+        layer = self.gate_up_proj
+        if is_decode_product(x.shape[0], layer.weight):
+            return decode_product(x, layer.weight, layer.bias, silu_and_mul=True)
+        return self.act_fn(layer(x))
 
 
 class DecoderLayer(Layer):
@@ -52,15 +60,22 @@ class DecoderLayer(Layer):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
-    def forward(self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The layer's output, and the residual stream that the next norm adds it to."""
-        if residual is None:
-            hidden_states, residual = self.input_layernorm(hidden_states), hidden_states
-        else:
-            hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(positions, hidden_states)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+    def forward(
+        self,
+        positions: Tensor,
+        hidden_states: Tensor | HalfNormed,
+        residual: Tensor,
+        next_norm: RMSNorm,
+        reader: LinearBase | None,
+    ) -> Tensor | HalfNormed:
+        """From the normed residual stream to its next norm, which `reader` reads (None: no linear layer).
+
+        residual [T, hidden] gets the outputs of attention and MLP added in place.
+        """
+        x = self.self_attn(positions, hidden_states)
+        norm = self.post_attention_layernorm
+        x = add_and_norm(x, self.self_attn.o_proj, residual, norm, self.mlp.gate_up_proj)
+        return add_and_norm(self.mlp(x), self.mlp.down_proj, residual, next_norm, reader)
 
 
 class DecoderModel(Layer):
@@ -72,10 +87,14 @@ class DecoderModel(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        hidden_states, residual = self.embed_tokens(input_ids), None
-        for layer in self.layers:
-            hidden_states, residual = layer(positions, hidden_states, residual)
-        hidden_states, _ = self.norm(hidden_states, residual)
+        residual = self.embed_tokens(input_ids)
+        hidden_states = self.layers[0].input_layernorm(residual)
+        for layer, following in zip(self.layers, (*self.layers[1:], None)):
+            if following is None:
+                norm, reader = self.norm, None
+            else:
+                norm, reader = following.input_layernorm, following.self_attn.qkv_proj
+            hidden_states = layer(positions, hidden_states, residual, norm, reader)
         return hidden_states
 
 

@@ -2,6 +2,8 @@
 
 from nanovllm.ops._library import HAS_CUDA, operator_names, without_cuda_kernel
 from nanovllm.ops.add_rms_norm import add_rms_norm
+from nanovllm.ops.decode_linear import decode_linear, decode_linear_runs_on, decode_squares_shape
+from nanovllm.ops.decode_linear_add import decode_linear_add
 from nanovllm.ops.decode_plan import decode_plan, decode_plan_numel
 from nanovllm.ops.paged_attention_decode import decode_workspace_numel, paged_attention_decode
 from nanovllm.ops.paged_attention_prefill import paged_attention_prefill
@@ -18,8 +20,12 @@ from nanovllm.ops.store_kv_cache import store_kv_cache
 __all__ = [
     "HAS_CUDA",
     "add_rms_norm",
+    "decode_linear",
+    "decode_linear_add",
+    "decode_linear_runs_on",
     "decode_plan",
     "decode_plan_numel",
+    "decode_squares_shape",
     "decode_workspace_numel",
     "operator_names",
     "paged_attention_decode",

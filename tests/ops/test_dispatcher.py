@@ -79,6 +79,18 @@ def skinny_linear(device: str) -> Args:
     return x.new_zeros(3, 32), x, weight, bias
 
 
+def decode_linear(device: str) -> Args:
+    if not nanovllm.ops.decode_linear_runs_on(torch.device(device)):
+        pytest.skip("decode_linear is for Hopper")
+    return *skinny_linear(device), None, 0.0, False, False
+
+
+def decode_linear_add(device: str) -> Args:
+    out, x, weight, bias = decode_linear(device)[:4]
+    squares = torch.zeros(nanovllm.ops.decode_squares_shape(32, 3), device=device)
+    return out, torch.zeros_like(out), squares, x, weight, bias, torch.randn_like(bias), False
+
+
 def skinny_linear_gguf(device: str) -> Args:
     """Two Q8_0 blocks a row, of scale 1."""
     out, x, _, bias = skinny_linear(device)
@@ -125,6 +137,8 @@ def sample_tokens(device: str) -> Args:
 # Arguments in the order of the schema; the same shapes at every call, other values after another seed.
 SAMPLES: dict[str, Callable[[str], Args]] = {
     "add_rms_norm": add_rms_norm,
+    "decode_linear": decode_linear,
+    "decode_linear_add": decode_linear_add,
     "decode_plan": decode_plan,
     "paged_attention_decode": paged_attention_decode,
     "paged_attention_prefill": paged_attention_prefill,

@@ -1,0 +1,71 @@
+"""Products of few tokens on Hopper, which take the norms and the activation between them along."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nanovllm import ops
+from nanovllm.ops.decode_linear import MAX_ROWS
+
+if TYPE_CHECKING:
+    from nanovllm.layers.layernorm import RMSNorm
+    from nanovllm.layers.linear import LinearBase
+
+_MAX_NUMEL = 1 << 23  # of a weight; larger ones fill the GPU through cuBLAS
+_runs_on = functools.cache(ops.decode_linear_runs_on)
+
+
+@dataclass(frozen=True, slots=True)
+class HalfNormed:
+    """An RMS norm of rows [num_tokens, hidden] but for their division by rms, which their reader does to its sums."""
+
+    scaled: Tensor  # [num_tokens, hidden], rows * norm weight
+    squares: Tensor  # [*ops.decode_squares_shape(hidden, num_tokens)] fp32, partial sums of squares of the rows
+    eps: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.scaled.shape
+
+
+def is_decode_product(num_tokens: int, weight: Tensor) -> bool:
+    """Whether ops.decode_linear is the fastest for this product, by benchmarks/bench_decode_linear.py."""
+    return (
+        weight.is_cuda
+        and num_tokens <= MAX_ROWS
+        and weight.numel() <= _MAX_NUMEL
+        and weight.dtype != torch.float32
+        and weight.shape[0] % 8 == weight.shape[1] % 8 == 0
+        and _runs_on(weight.device)
+    )
+
+
+def decode_product(x: Tensor | HalfNormed, weight: Tensor, bias: Tensor | None, silu_and_mul: bool = False) -> Tensor:
+    """x @ weight.T + bias, or silu(gate) * up of it; of a product that `is_decode_product`."""
+    rows, squares, eps = (x.scaled, x.squares, x.eps) if isinstance(x, HalfNormed) else (x, None, 0.0)
+    out = rows.new_empty(rows.shape[0], weight.shape[0] // (2 if silu_and_mul else 1))
+    ops.decode_linear(out, rows, weight, bias, squares, eps, silu_and_mul=silu_and_mul, weight_complete=True)
+    return out
+
+
+def add_and_norm(
+    x: Tensor, layer: LinearBase, residual: Tensor, norm: RMSNorm, reader: LinearBase | None
+) -> Tensor | HalfNormed:
+    """residual += layer(x), in place; norm(residual), the half of it where `reader`, the layer that reads it, takes
+    that."""
+    num_tokens = x.shape[0]
+    if (
+        reader is None
+        or not is_decode_product(num_tokens, layer.weight)
+        or not is_decode_product(num_tokens, reader.weight)
+    ):
+        return norm(layer(x), residual)[0]
+    scaled = torch.empty_like(residual)
+    squares = residual.new_empty(ops.decode_squares_shape(residual.shape[1], num_tokens), dtype=torch.float32)
+    ops.decode_linear_add(residual, scaled, squares, x, layer.weight, layer.bias, norm.weight, weight_complete=True)
+    return HalfNormed(scaled, squares, norm.eps)

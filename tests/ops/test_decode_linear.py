@@ -1,0 +1,123 @@
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from nanovllm import ops
+
+EPS = 1e-5
+
+
+def make(rows: int, n: int, k: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out (NaN), x, weight, bias"""
+    if not ops.decode_linear_runs_on(torch.device(device)):
+        pytest.skip("decode_linear is for Hopper")
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(s, device=device).to(dtype) for s in ((rows, k), (n, k), (n,)))
+    return x.new_full((rows, n), float("nan")), x, weight, bias
+
+
+def linear_silu_and_mul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return reference.silu_and_mul(reference.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 40, 64, 65, 131, 256])
+@pytest.mark.parametrize("n, k", [(1, 8), (37, 64), (130, 200), (1024, 1024), (576, 1536)])
+def test_accuracy(device: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    out, x, weight, bias = make(rows, n, k, device, dtype)
+    ops.decode_linear(out, x, weight)
+    reference.assert_accurate(out, reference.linear, x, weight, None)
+    ops.decode_linear(out, x, weight, bias, weight_complete=True)
+    reference.assert_accurate(out, reference.linear, x, weight, bias)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40, 200])
+@pytest.mark.parametrize("n, k", [(2, 8), (74, 200), (192, 64), (1152, 576)])
+def test_silu_and_mul(device: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
+    out, x, weight, bias = make(rows, n, k, device, dtype)
+    weight /= k**0.5
+    out = out[:, : n // 2]
+    ops.decode_linear(out, x, weight, silu_and_mul=True)
+    reference.assert_accurate(out, linear_silu_and_mul, x, weight, None)
+    ops.decode_linear(out, x, weight, bias, silu_and_mul=True, weight_complete=True)
+    reference.assert_accurate(out, linear_silu_and_mul, x, weight, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [16, 64, 256])
+@pytest.mark.parametrize("n, k, silu_and_mul", [(4096, 1024, False), (1024, 3072, False), (6144, 1024, True)])
+def test_products_of_a_model(rows: int, n: int, k: int, silu_and_mul: bool) -> None:
+    out, x, weight, _ = make(rows, n, k, "cuda", torch.bfloat16)
+    weight /= k**0.5
+    out = out[:, : n // 2] if silu_and_mul else out
+    for _ in range(3):  # back to back: their weights are read ahead
+        ops.decode_linear(out, x, weight, silu_and_mul=silu_and_mul, weight_complete=True)
+    reference.assert_accurate(out, linear_silu_and_mul if silu_and_mul else reference.linear, x, weight, None)
+
+
+@pytest.mark.parametrize("rows", [3, 40, 70])
+@pytest.mark.parametrize("k", [8, 200, 576])
+def test_the_rest_of_a_norm(device: str, dtype: torch.dtype, rows: int, k: int) -> None:
+    out, residual, weight, bias = make(rows, 130, k, device, dtype)
+    norm_weight = torch.rand(k, device=device).to(dtype)
+    squares = torch.zeros(ops.decode_squares_shape(k, rows), device=device)
+    for i, part in enumerate(residual.float().split(64, dim=1)):
+        squares[i] = part.square().sum(1)
+    ops.decode_linear(out, residual * norm_weight, weight, bias, squares, EPS)
+
+    def normed_linear(residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return reference.linear(reference.rms_norm(residual, norm_weight, EPS), weight, bias)
+
+    reference.assert_accurate(out, normed_linear, residual, norm_weight, weight, bias)
+
+
+def test_strided_rows(device: str, dtype: torch.dtype) -> None:
+    make(1, 1, 8, device, dtype)
+    wide_out, wide_x, wide_weight = (torch.randn(s, 104, device=device).to(dtype) for s in (5, 5, 32))
+    before, out, x, weight = wide_out.clone(), wide_out[:, 7:39], wide_x[:, 16:80], wide_weight[:, 24:88]
+    ops.decode_linear(out, x, weight)
+    reference.assert_accurate(out, reference.linear, x, weight, None)
+    reference.assert_same_bits(wide_out[:, :7], before[:, :7])
+    reference.assert_same_bits(wide_out[:, 39:], before[:, 39:])
+
+
+def test_empty_dimensions(device: str, dtype: torch.dtype) -> None:
+    for rows, n in ((0, 4), (3, 0)):
+        ops.decode_linear(*make(rows, n, 8, device, dtype))
+
+
+def test_errors() -> None:
+    out, x, weight, bias = make(3, 6, 16, "cpu", torch.float32)
+    cases = [
+        (make(257, 6, 16, "cpu", torch.float32), "x: expected at most 256 rows, got 257"),
+        ((out, x[:, 1:], weight[:, 1:]), "x: expected in_features that 8 divides, got 15"),
+        ((out, x[:, :0], weight[:, :0]), "x: expected in_features that 8 divides, got 0"),
+        ((out, x, weight[:, 8:]), "weight: expected in_features = 16 (from x) in dimension 1, got 8 of shape [6, 8]"),
+        ((out[:, 1:], x, weight), "out: expected out_features = 6 (from weight) in dimension 1, got 5"),
+        ((out, x, weight, bias[1:]), "bias: expected out_features = 6 (from weight) in dimension 0, got 5"),
+        ((out, x, weight, None, out), "squares: expected size 1 in dimension 0, got 3 of shape [3, 6]"),
+        ((out, x.double(), weight), "x: expected dtype float32 or bfloat16 on CPU, got float64"),
+        ((out, x, weight.bfloat16()), "weight: expected dtype float32, got bfloat16"),
+        ((out, x, weight.T.contiguous().T), "weight: expected stride 1 in the last dimension, got 6"),
+    ]
+    for args, message in cases:
+        with pytest.raises(RuntimeError) as error:
+            ops.decode_linear(*args)
+        assert str(error.value).startswith("decode_linear: " + message)
+    for args, message in [
+        ((out, x, weight), "out: expected size 3 in dimension 1, got 6 of shape [3, 6]"),
+        ((out, x, weight[1:]), "weight: expected as many gate rows as up rows, got 5 rows"),
+    ]:
+        with pytest.raises(RuntimeError) as error:
+            ops.decode_linear(*args, silu_and_mul=True)
+        assert str(error.value).startswith("decode_linear: " + message)
+
+
+@pytest.mark.gpu
+def test_errors_of_alignment() -> None:
+    out, x, weight, _ = make(3, 6, 24, "cuda", torch.bfloat16)
+    with pytest.raises(RuntimeError, match="decode_linear: x: expected an address that 16 divides"):
+        ops.decode_linear(out, x[:, 1:17], weight[:, :16])
+    wide = weight.new_empty(6, 25)
+    with pytest.raises(RuntimeError, match="weight: expected a row stride that 8 divides, got 25"):
+        ops.decode_linear(out, x, wide[:, :24])

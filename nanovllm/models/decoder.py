@@ -89,7 +89,8 @@ class DecoderModel(Layer):
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         residual = self.embed_tokens(input_ids)
         hidden_states = self.layers[0].input_layernorm(residual)
-        for layer, following in zip(self.layers, (*self.layers[1:], None)):
+        layers = list(self.layers)
+        for layer, following in zip(layers, [*layers[1:], None]):
             if following is None:
                 norm, reader = self.norm, None
             else:

@@ -21,6 +21,7 @@ from nanovllm.engine.staging import FixedInputs, StagingBuffer
 from nanovllm.engine.step_graphs import MAX_GRAPH_TOKENS, DecodeGraphs, MixedGraphs, StepGraphs
 from nanovllm.layers.logits import Logprobs, process_row
 from nanovllm.models.config import ModelConfig
+from nanovllm.models.decoder_step import DecoderStep, supports
 from nanovllm.outputs import Logprob
 
 _WARMUP_TOKENS_ON_CPU = 32
@@ -89,6 +90,7 @@ class ModelRunner:
         self.allocate_kv_cache(0)
         self.warmup_model()
         self.graphs: list[StepGraphs] = []
+        self.decoder_step = self._make_decoder_step()
         if device.type == "cuda" and not config.enforce_eager:
             self.inputs = FixedInputs(64 * rows + 8 * MAX_GRAPH_TOKENS + 4096, device)
             self.graphs = self._make_graphs()
@@ -159,6 +161,12 @@ class ModelRunner:
         )
         token_ids = torch.empty(num_sampled, dtype=torch.int64, device=self.device)
         self.sample(token_ids, logits, {n: t[:num_sampled] for n, t in self.rows.params.items()}, token_ids)
+
+    def _make_decoder_step(self) -> DecoderStep | None:
+        """The fused step for graphs of few rows, where the model, the cache and the options allow it."""
+        native = self.config.attention_backend in ("auto", "native") and self.kv_cache_dtype == self.dtype
+        can = native and not self.config.enforce_eager and supports(self.model_config, self.device)
+        return DecoderStep(self.model) if can else None
 
     def _make_graphs(self) -> list[StepGraphs]:
         pool = torch.cuda.graph_pool_handle()

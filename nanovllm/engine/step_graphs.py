@@ -184,6 +184,18 @@ class DecodeGraphs(StepGraphs[int]):
     def _step(self, size: int, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         r = self._runner
         lens, tables, last = t["context_lens"], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
+        if r.decoder_step is not None and size <= r.decoder_step.max_rows:
+            logits = r.decoder_step(last, tables, lens, r.kv_cache)
+        else:
+            logits = self._run_layers(size, t)
+        sampled = torch.empty_like(last)
+        r.sample(sampled, logits, {n: p[:size] for n, p in r.rows.params.items()}, t["sample_positions"])
+        torch.where(lens > 0, sampled, last, out=last)
+        return sampled, logits
+
+    def _run_layers(self, size: int, t: dict[str, Tensor]) -> Tensor:
+        r = self._runner
+        lens, tables, last = t["context_lens"], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
         positions, slots = r.positions[:size], r.slots[:size]
         ops.slot_mapping(positions, slots, tables, self._cu_seqlens[: size + 1], t["start_pos"], r.block_size)
         ops.decode_plan(r.plan, lens, r.model_config.num_kv_heads, r.block_size)
@@ -200,11 +212,7 @@ class DecodeGraphs(StepGraphs[int]):
             block_tables=None,
             max_seqlen_q=0,
         )
-        logits = r.run_model(last, positions, context)
-        sampled = torch.empty_like(last)
-        r.sample(sampled, logits, {n: p[:size] for n, p in r.rows.params.items()}, t["sample_positions"])
-        torch.where(lens > 0, sampled, last, out=last)
-        return sampled, logits
+        return r.run_model(last, positions, context)
 
     def find(self, batch: Batch, rows: np.ndarray) -> int | None:
         if batch.chunks:

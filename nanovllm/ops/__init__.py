@@ -5,6 +5,7 @@ from nanovllm.ops.add_rms_norm import add_rms_norm
 from nanovllm.ops.decode_linear import decode_linear, decode_linear_runs_on, decode_squares_shape
 from nanovllm.ops.decode_linear_add import decode_linear_add
 from nanovllm.ops.decode_plan import decode_plan, decode_plan_numel
+from nanovllm.ops.decoder_step import decoder_step, decoder_step_workspace_numel
 from nanovllm.ops.paged_attention_decode import decode_workspace_numel, paged_attention_decode
 from nanovllm.ops.paged_attention_prefill import paged_attention_prefill
 from nanovllm.ops.qk_norm_rope_store import qk_norm_rope_store
@@ -27,6 +28,8 @@ __all__ = [
     "decode_plan_numel",
     "decode_squares_shape",
     "decode_workspace_numel",
+    "decoder_step",
+    "decoder_step_workspace_numel",
     "operator_names",
     "paged_attention_decode",
     "paged_attention_prefill",

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import nanovllm.ops
+from nanovllm.ops.decoder_step import POINTERS
 
 Args = tuple[Any, ...]
 DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
@@ -116,6 +117,44 @@ def paged_attention_decode(device: str) -> Args:
     return torch.zeros_like(q), q, *cache, block_tables, context_lens, plan, workspace, None, None, 0.125, False
 
 
+_held: list[Tensor] = []  # weights that a sample names by address
+
+
+def decoder_step(device: str) -> Args:
+    """Two rows of a model of two layers; CUDA only."""
+    hidden, intermediate, q_heads, kv_heads, dim, vocab = 64, 96, 4, 2, 64, 32
+    shapes = {
+        "input_norm": (hidden,),
+        "qkv": ((q_heads + 2 * kv_heads) * dim, hidden),
+        "o": (hidden, q_heads * dim),
+        "post_norm": (hidden,),
+        "gate_up": (2 * intermediate, hidden),
+        "down": (hidden, intermediate),
+    }
+    layers = [{n: torch.randn(s, device=device).bfloat16() for n, s in shapes.items()} for _ in range(2)]
+    _held.extend(t for layer in layers for t in layer.values())
+    addresses = [[layer[n].data_ptr() if n in layer else 0 for n in POINTERS] for layer in layers]
+    embedding = torch.randn(vocab, hidden, device=device).bfloat16()
+    cache = torch.randn(2, 2, 8, 16, kv_heads, dim, device=device).bfloat16()
+    numel = nanovllm.ops.decoder_step_workspace_numel(hidden, intermediate, q_heads, kv_heads, dim, device)
+    return (
+        torch.zeros(2, vocab, device=device, dtype=torch.bfloat16),
+        torch.full((numel,), -1, device=device, dtype=torch.int32),
+        cache,
+        torch.randint(0, vocab, (2,), device=device),
+        torch.randperm(8, device=device, dtype=torch.int32).view(2, 4),
+        torch.tensor([40, 3], device=device, dtype=torch.int32),
+        torch.tensor(addresses, device=device),
+        embedding,
+        embedding[0],
+        embedding.flip(0),
+        reference.cos_sin_table(64, dim, device=device),
+        q_heads,
+        intermediate,
+        1e-6,
+    )
+
+
 def paged_attention_prefill(device: str) -> Args:
     q = torch.randn(5, 4, 64, device=device).to(DTYPE[device])
     block_tables = torch.randperm(4, device=device, dtype=torch.int32).view(2, 2)
@@ -140,6 +179,7 @@ SAMPLES: dict[str, Callable[[str], Args]] = {
     "decode_linear": decode_linear,
     "decode_linear_add": decode_linear_add,
     "decode_plan": decode_plan,
+    "decoder_step": decoder_step,
     "paged_attention_decode": paged_attention_decode,
     "paged_attention_prefill": paged_attention_prefill,
     "qk_norm_rope_store": qk_norm_rope_store,

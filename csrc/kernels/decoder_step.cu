@@ -1,0 +1,485 @@
+// logits = decoder(token_ids): embedding, all layers over the paged cache, last norm and head, for at most 8 rows.
+//
+// A block a multiprocessor, all resident (a cooperative launch). Eight warps compute; three stream this
+// block's share of all weights through shared memory, ahead of every wait (decoder_step_stream.cuh); one
+// clears the exchange buffers. Five times a layer a vector goes from all blocks to all blocks, through L2,
+// each word its own signal (decoder_step_exchange.cuh): q, k and v; the attention's output; the residual
+// stream after it; the MLP's activations; the residual stream again. A block owns rows of every weight, so
+// of every vector: no atomics, and results do not depend on timing.
+//
+// Values are rounded to bfloat16 where the layer-by-layer operators round them: after each product, each
+// sum with the residual, each norm, and SiLU; sums differ in their order only.
+//
+// Bound by reading the weights and the context once: docs/kernels/decoder_step.md.
+//
+// Trusted: block tables name blocks of the cache within each context, and no two rows share a slot (the
+// caller); shapes and alignment (ops/decoder_step.cpp).
+#include <algorithm>
+
+#include "common/prefetch.cuh"
+#include "kernels/decoder_step_attention.cuh"
+
+namespace nanovllm::kernels {
+namespace step {
+namespace {
+
+constexpr int kAllThreads = kThreads + 32 * kStreamWarps + 32;  // and the clearing warp
+constexpr int kComputeRegisters = 216, kOtherRegisters = 72;  // two warpgroups and one: 168 on average
+constexpr int kMaxTiles = 8;                // of 8 hidden elements, that a block owns
+constexpr int kMaxSlots = 16;
+constexpr int kMaxRotaryDim = 128;
+constexpr int kPrefetched = 256;  // tokens of a block's context
+constexpr int kSmemLimit = 232448;
+
+/// Where the exchange buffers are in the workspace, in words; each is [kRows, ...]. Two sets, for even and
+/// odd layers: one is cleared while the other is in use.
+struct Buffers {
+  int64_t qkv, attention, middle, active, out, partials, set, last, total;
+  __host__ __device__ Buffers(const DecoderStepParams& p, int blocks) {
+    const int64_t group = p.num_q_heads / p.num_kv_heads, pairs = kRows / 2;
+    const int64_t items = blocks + static_cast<int64_t>(kRows) * p.num_kv_heads;
+    qkv = 0;
+    attention = qkv + pairs * (p.num_q_heads + 2 * p.num_kv_heads) * p.head_dim;
+    middle = attention + pairs * p.num_q_heads * p.head_dim;
+    active = middle + pairs * p.hidden;
+    out = active + pairs * p.intermediate;
+    partials = out + pairs * p.hidden;
+    set = partials + items * group * (p.head_dim + kHeadPad);
+    last = 2 * set;
+    total = last + pairs * p.hidden;
+  }
+};
+
+template <int kDim>
+struct Smem {
+  float sums[2][kSumsFloats];
+  float squares[2][kRows * kWarps];
+  float cos_sin[kRows * kMaxRotaryDim];
+  AttentionSmem<kDim> attention;
+  uint32_t residual[kMaxTiles * 4 * kRows];  // the block's part of that stream, [pair of elements, row]
+  Split split;
+  int64_t token[kRows];
+  uint64_t full[kMaxSlots], empty[kMaxSlots];
+};
+
+/// What follows it in shared memory, in bytes from its begin: the layers' table, activations, the ring.
+struct Layout {
+  int layers, activations, ring;
+  template <int kDim, int kR>
+  __host__ __device__ static Layout of(const DecoderStepParams& p) {
+    Layout at;
+    constexpr int kStep = Slot<8>::kSlotDepth;
+    const int depth = (widest(p.hidden, p.intermediate, p.num_q_heads * kDim) + kStep - 1) / kStep * kStep;
+    at.layers = (sizeof(Smem<kDim>) + 15) / 16 * 16;
+    at.activations =
+        (at.layers + p.num_layers * static_cast<int>(sizeof(DecoderStepLayer)) + 127) / 128 * 128;
+    at.ring = at.activations + (depth < kDepth ? depth : kDepth) * 2 * kR;
+    return at;
+  }
+  __host__ __device__ static int widest(int a, int b, int c) {
+    const int ab = a > b ? a : b;
+    return ab > c ? ab : c;
+  }
+};
+
+/// SiLU as silu_and_mul computes it.
+__device__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+__device__ float rounded(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+__device__ float bias_at(const void* bias, int i) {
+  return bias == nullptr ? 0.0f : __bfloat162float(static_cast<const bf16*>(bias)[i]);
+}
+
+template <int kDim, int kR>
+struct Step {
+  const DecoderStepParams& p;
+  Smem<kDim>& smem;
+  const DecoderStepLayer* layers;
+  const Buffers at;
+  const int qkv_size, q_size;
+  const int qkv_tiles, hidden_tiles, active_tiles, head_tiles;  // of this block
+  const float inverse_hidden;
+
+  __device__ Step(const DecoderStepParams& p, Smem<kDim>& smem, const DecoderStepLayer* layers)
+      : p(p), smem(smem), layers(layers), at(p, gridDim.x),
+        qkv_size((p.num_q_heads + 2 * p.num_kv_heads) * kDim), q_size(p.num_q_heads * kDim),
+        qkv_tiles(num_tiles(qkv_size / 16)), hidden_tiles(num_tiles(p.hidden / 8)),
+        active_tiles(num_tiles(p.intermediate / 8)), head_tiles(num_tiles((p.vocab + 15) / 16)),
+        inverse_hidden(1.0f / static_cast<float>(p.hidden)) {}
+
+  __device__ uint32_t* set(int layer) const { return p.workspace + (layer & 1) * at.set; }
+  __device__ uint32_t* residual_after(int layer) const {
+    return layer + 1 == p.num_layers ? p.workspace + at.last : set(layer) + at.out;
+  }
+
+  // The streaming warps
+
+  __device__ void stream(Streamer to) const {
+    // Of a weight with `depth` columns: rows 8 * i ... 8 * i + 7, of `limit`.
+    const auto eight = [](const void* weight, int depth, int64_t i, int limit) -> EightRows {
+      const int first = static_cast<int>(min(8 * i, static_cast<int64_t>(limit) - 1));
+      return {static_cast<const bf16*>(weight) + static_cast<int64_t>(first) * depth, min(8, limit - first)};
+    };
+#pragma unroll 1
+    for (int half = 0; half <= 2 * p.num_layers; ++half) {
+      const bool is_mlp = half % 2 == 1, is_head = half == 2 * p.num_layers;
+      const DecoderStepLayer& w = layers[is_head ? 0 : half / 2];
+      if (!is_mlp && !is_head) prefetch_small(half / 2);
+      const void* wide = is_head ? p.lm_head : is_mlp ? w.gate_up : w.qkv;
+      const int outputs = is_head ? p.vocab : is_mlp ? 2 * p.intermediate : qkv_size;
+      to.matrix<16>(p.hidden, is_head ? head_tiles : is_mlp ? active_tiles : qkv_tiles, [&](int i, int part) {
+        return eight(wide, p.hidden, is_mlp ? i + part * (p.intermediate / 8) : 2 * i + part, outputs);
+      });
+      if (is_head) return;
+      const void* narrow = is_mlp ? w.down : w.o;
+      const int depth = is_mlp ? p.intermediate : q_size;
+      to.matrix<8>(depth, hidden_tiles, [&](int i, int) { return eight(narrow, depth, i, p.hidden); });
+    }
+  }
+  /// Vectors that every block will read, into L2; blocks take turns.
+  __device__ void prefetch_small(int layer) const {
+    if (layer % gridDim.x != blockIdx.x || threadIdx.x / 32 != kWarps) return;
+    const DecoderStepLayer& w = layers[layer];
+    const int lane = threadIdx.x % 32;
+    if (lane == 0) prefetch_bulk(w.input_norm, p.hidden * 2);
+    if (lane == 1) prefetch_bulk(w.post_norm, p.hidden * 2);
+    if (lane == 2 && w.q_norm != nullptr) prefetch_bulk(w.q_norm, kDim * 2);
+    if (lane == 3 && w.k_norm != nullptr) prefetch_bulk(w.k_norm, kDim * 2);
+    if (lane == 4 && w.qkv_bias != nullptr) prefetch_bulk(w.qkv_bias, qkv_size * 2);
+  }
+
+  // The clearing warp
+
+  /// Clears, layer by layer, what this block published a layer ago. When a block has seen all of a layer's
+  /// attention, every block has published its part of q, k and v for it, so has read the whole residual stream
+  /// after the layer before, so all of that layer has been read. What is cleared is in use again in the layer
+  /// after this one, which no block enters before this block has published its part of this one's result; and
+  /// that waits for the fence.
+  __device__ void clear() const {
+    prefetch_context(0);
+#pragma unroll 1
+    for (int l = 0; l <= p.num_layers; ++l) {
+      named_barrier_sync(kReset, kThreads + 32);
+      if (l == 0) {
+        clear_tiles<8>(p.workspace + at.last, p.hidden, kRows);  // of the launch before
+        clear_tiles<8>(residual_after(-1), p.hidden, p.rows);
+      } else {
+        uint32_t* buffers = set(l - 1);
+        clear_tiles<16>(buffers + at.qkv, qkv_size, p.rows);
+        clear_attention(buffers);
+        clear_tiles<8>(buffers + at.middle, p.hidden, p.rows);
+        clear_tiles<8>(buffers + at.active, p.intermediate, p.rows);
+        if (l < p.num_layers) clear_tiles<8>(buffers + at.out, p.hidden, p.rows);
+      }
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      __syncwarp();
+      if (l < p.num_layers) named_barrier_arrive(kResetDone, kThreads + 32);
+      if (l + 1 < p.num_layers) prefetch_context(l + 1);
+    }
+  }
+  /// Into L2, the first tokens that this block will attend to: not behind the weights then.
+  __device__ void prefetch_context(int layer) const {
+    if (blockIdx.x >= smem.split.first_item[p.rows]) return;
+    const Item item(smem.split, blockIdx.x, p.rows, p.num_kv_heads);
+    const int32_t* table = p.block_tables + item.row * p.table_stride_row;
+    const bf16* keys = static_cast<const bf16*>(p.kv_cache) + layer * p.stride_layer + item.head * p.stride_head;
+    const int end = min(min(item.end, item.newest()), item.begin + kPrefetched);
+#pragma unroll 1
+    for (int token = item.begin + threadIdx.x % 32; token < end; token += 32) {
+      const bf16* at = keys + table[token >> p.block_shift] * p.stride_block +
+                       (token & ((1 << p.block_shift) - 1)) * p.stride_slot;
+      prefetch_bulk(at, kDim * 2);
+      prefetch_bulk(at + p.kv_stride, kDim * 2);
+    }
+  }
+  __device__ void clear_words(uint32_t* to, int count) const {
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < count; i += 32) publish(to + i, kAbsent);
+  }
+  /// `tile` columns wide, of a buffer [kRows, width].
+  template <int tile>
+  __device__ void clear_tiles(uint32_t* buffer, int width, int rows) const {
+    const int words = tile / 2, tiles = num_tiles(width / tile);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < tiles * kRows * words; i += 32) {
+      const int word = i % words, row = i / words % kRows, n = i / words / kRows;
+      if (row < rows) publish(buffer + (static_cast<int64_t>(row) * width + tile_of(n) * tile) / 2 + word, kAbsent);
+    }
+  }
+  __device__ void clear_attention(uint32_t* buffers) const {
+    const int group = p.num_q_heads / p.num_kv_heads, items = smem.split.first_item[p.rows];
+#pragma unroll 1
+    for (int number = blockIdx.x; number < items; number += gridDim.x) {
+      const Item item(smem.split, number, p.rows, p.num_kv_heads);
+      if (item.part == 0)
+        clear_words(buffers + at.attention + (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group) * (kDim / 2),
+                    group * kDim / 2);
+      if (smem.split.parts[item.row] > 1)
+        clear_words(buffers + at.partials + static_cast<int64_t>(number) * group * (kDim + kHeadPad),
+                    group * (kDim + kHeadPad));
+    }
+  }
+
+  // The warps that compute
+
+  /// A layer is two halves: a product of the normed residual stream (q, k and v; gate and up), what is done
+  /// with that (attention; SiLU), and a product added to the residual stream (o; down). The head is half of
+  /// one. All share the code, for the instruction cache's sake.
+  __device__ void compute(Consumer<kR> c) const {
+    init_residual();
+    // A block has one item, but for many rows and KV heads: found once.
+    const Item item(smem.split, min(static_cast<int>(blockIdx.x), smem.split.first_item[p.rows] - 1), p.rows,
+                    p.num_kv_heads);
+    const TokenOffsets tokens = first_tokens(c, item);
+#pragma unroll 1
+    for (int half = 0; half <= 2 * p.num_layers; ++half) {
+      const int l = half / 2;
+      const bool is_mlp = half % 2 == 1, is_head = l == p.num_layers;
+      const DecoderStepLayer& w = layers[is_head ? 0 : l];
+      uint32_t* buffers = set(l);
+      const void* norm = is_head ? p.norm : is_mlp ? w.post_norm : w.input_norm;
+      const uint32_t* residual = is_mlp ? buffers + at.middle : residual_after(l - 1);
+      multiply<16>(
+          c, p.hidden, is_head ? head_tiles : is_mlp ? active_tiles : qkv_tiles,
+          [&](int) {
+            fetch_normed(c, residual, norm, p.hidden, inverse_hidden, p.eps);
+            if (is_head) named_barrier_arrive(kReset, kThreads + 32);
+          },
+          [&](int first, int count, const float* sums) {
+            if (is_head)
+              emit_logits(first, count, sums);
+            else if (is_mlp)
+              emit_active(first, count, sums, buffers + at.active, w.gate_up_bias);
+            else
+              emit_qkv(first, count, sums, buffers + at.qkv, w.qkv_bias);
+          });
+      if (is_head) return;
+      if (!is_mlp) attention(c, w, l, buffers, item, tokens);
+      const int depth = is_mlp ? p.intermediate : q_size;
+      const uint32_t* from = buffers + (is_mlp ? at.active : at.attention);
+      multiply<8>(
+          c, depth, hidden_tiles, [&](int block) { fetch_activations<8>(c, from, depth, block); },
+          [&](int first, int count, const float* sums) {
+            if (first == 0) {
+              if (is_mlp)
+                named_barrier_sync(kResetDone, kThreads + 32);
+              else
+                named_barrier_arrive(kReset, kThreads + 32);
+            }
+            emit_residual(first, count, sums, is_mlp ? residual_after(l) : buffers + at.middle,
+                          is_mlp ? w.down_bias : w.o_bias);
+          });
+    }
+  }
+
+  /// The residual stream begins as the embedding: as if a layer before the first had published it.
+  __device__ void init_residual() const {
+    for_pairs(hidden_tiles, [&](int i, int m, int n) {
+      const int column = tile_of(i) * 8 + m;
+      const float2 pair = unpack(*reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(p.embedding) +
+                                                                    smem.token[n] * p.hidden + column));
+      put_residual(residual_after(-1), i, m, n, pair.x, pair.y);
+    });
+  }
+  /// Two neighbours of the residual stream, kept and published.
+  __device__ void put_residual(uint32_t* to, int i, int m, int n, float low, float high) const {
+    const uint32_t pair = pack_pair<bf16>(low, high);
+    smem.residual[(i * 4 + m / 2) * kRows + n] = pair;
+    publish(to + (static_cast<int64_t>(n) * p.hidden + tile_of(i) * 8 + m) / 2, pair);
+  }
+  __device__ TokenOffsets first_tokens(const Consumer<kR>& c, const Item& item) const {
+    return {p, p.block_tables + item.row * p.table_stride_row, item.begin + c.warp * 16 + c.lane / 4,
+            min(item.end, item.newest())};
+  }
+  __device__ void attention(Consumer<kR>& c, const DecoderStepLayer& w, int l, uint32_t* buffers,
+                            const Item& first_item, const TokenOffsets& first) const {
+    const AttentionLayer layer{
+        .q_norm = static_cast<const bf16*>(w.q_norm),
+        .k_norm = static_cast<const bf16*>(w.k_norm),
+        .keys = static_cast<bf16*>(p.kv_cache) + l * p.stride_layer,
+        .qkv = buffers + at.qkv,
+        .out = buffers + at.attention,
+        .partials = buffers + at.partials,
+    };
+    const int items = smem.split.first_item[p.rows];
+    Item item = first_item;
+    TokenOffsets tokens = first;
+#pragma unroll 1
+    for (int i = blockIdx.x; i < items; i += gridDim.x) {
+      if (i != first_item.number) item = Item(smem.split, i, p.rows, p.num_kv_heads), tokens = first_tokens(c, item);
+      attend<kDim>(c, p, layer, item, tokens, smem.cos_sin, smem.attention);
+    }
+    item = first_item;
+#pragma unroll 1
+    for (int i = blockIdx.x; i < items; i += gridDim.x) {
+      if (i != first_item.number) item = Item(smem.split, i, p.rows, p.num_kv_heads);
+      if (item.part == 0 && item.parts > 1) combine<kDim>(p, layer, item);
+    }
+  }
+
+  /// f(tile, first of two neighbouring weight rows, batch row), over the threads, for tiles of 8 rows.
+  template <class F>
+  __device__ void for_pairs(int count, F const& f) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count * 4 * kR; i += kThreads)
+      if (i / 4 % kR < p.rows) f(i / 4 / kR, i % 4 * 2, i / 4 % kR);
+  }
+  /// f(tile, weight row m, batch row n, sum, whether there is such an element), neighbours in m in neighbouring
+  /// lanes; whole warps call it.
+  template <int kTileRows, class F>
+  __device__ void for_sums(int count, const float* sums, F const& f) const {
+    const int elements = count * kTileRows * kR;
+#pragma unroll 1
+    for (int i = threadIdx.x; i - i % 32 < elements; i += kThreads) {
+      const int m = i % kTileRows, n = i / kTileRows % kR, tile = min(i / kTileRows / kR, kGroup - 1);
+      f(tile, m, n, total(sums, tile, m, n), i < elements && n < p.rows);
+    }
+  }
+  __device__ static float neighbour(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+
+  __device__ void emit_qkv(int first, int count, const float* sums, uint32_t* to, const void* bias) const {
+    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
+      const int column = tile_of(first + i) * 16 + m;
+      if (has) x += bias_at(bias, column);
+      const float next = neighbour(x, 1);
+      if (has && m % 2 == 0)
+        publish(to + (static_cast<int64_t>(n) * qkv_size + column) / 2, pack_pair<bf16>(x, next));
+    });
+  }
+  __device__ void emit_residual(int first, int count, const float* sums, uint32_t* to, const void* bias) const {
+    for_sums<8>(count, sums, [&](int i, int m, int n, float x, bool has) {
+      if (has) x += bias_at(bias, tile_of(first + i) * 8 + m);
+      x = rounded(x);
+      const float next = neighbour(x, 1);
+      if (!has || m % 2 != 0) return;
+      const float2 residual = unpack(smem.residual[((first + i) * 4 + m / 2) * kRows + n]);
+      put_residual(to, first + i, m, n, residual.x + x, residual.y + next);
+    });
+  }
+  /// silu(gate) * up; a tile has 8 rows of gate, then the same of up.
+  __device__ void emit_active(int first, int count, const float* sums, uint32_t* to, const void* bias) const {
+    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
+      const int column = tile_of(first + i) * 8 + m % 8;
+      if (has) x += bias_at(bias, column + (m < 8 ? 0 : p.intermediate));
+      x = rounded(x);
+      const float y = silu(x) * neighbour(x, 8), next = neighbour(y, 1);
+      if (has && m < 8 && m % 2 == 0)
+        publish(to + (static_cast<int64_t>(n) * p.intermediate + column) / 2, pack_pair<bf16>(y, next));
+    });
+  }
+  __device__ void emit_logits(int first, int count, const float* sums) const {
+    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
+      const int column = tile_of(first + i) * 16 + m;
+      if (has && column < p.vocab)
+        static_cast<bf16*>(p.logits)[static_cast<int64_t>(n) * p.vocab + column] = __float2bfloat16_rn(x);
+    });
+  }
+};
+
+template <int kDim, int kR>
+__global__ void __launch_bounds__(kAllThreads, 1)
+    decoder_step_kernel(const __grid_constant__ DecoderStepParams p, int num_slots) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t memory[];
+  auto& smem = *reinterpret_cast<Smem<kDim>*>(memory);
+  const Layout layout = Layout::of<kDim, kR>(p);
+  auto* layers = reinterpret_cast<DecoderStepLayer*>(memory + layout.layers);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.num_layers * kDecoderStepPointers; i += kAllThreads)
+    reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(p.layers)[i];
+  if (threadIdx.x / 32 == 1) smem.split.init(p);
+  if (threadIdx.x == 0) {
+#pragma unroll 1
+    for (int i = 0; i < num_slots; ++i) {
+      mbarrier_init(shared_address(&smem.full[i]), 32);
+      mbarrier_init(shared_address(&smem.empty[i]), kWarps);
+    }
+    mbarrier_init_fence();
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < p.rows * p.rotary_dim; i += kAllThreads) {
+    const int row = i / p.rotary_dim;
+    const int64_t position = min(max(static_cast<int64_t>(p.context_lens[row]) - 1, int64_t{0}), p.max_pos - 1);
+    smem.cos_sin[i] = p.cos_sin[position * p.rotary_dim + i % p.rotary_dim];
+  }
+  if (threadIdx.x < p.rows)
+    smem.token[threadIdx.x] = min(max(p.token_ids[threadIdx.x], int64_t{0}), static_cast<int64_t>(p.vocab) - 1);
+  __syncthreads();
+
+  const Step<kDim, kR> step(p, smem, layers);
+  const Ring ring{.slots = shared_address(memory + layout.ring),
+                  .full = shared_address(smem.full),
+                  .empty = shared_address(smem.empty),
+                  .count = num_slots};
+  const int warp = threadIdx.x / 32;
+  if (warp < kWarps) {
+    set_max_registers_up<kComputeRegisters>();
+    step.compute({.ring = ring,
+                  .activations = reinterpret_cast<uint4*>(memory + layout.activations),
+                  .sums = {smem.sums[0], smem.sums[1]},
+                  .squares = {smem.squares[0], smem.squares[1]},
+                  .warp = warp,
+                  .lane = static_cast<int>(threadIdx.x % 32),
+                  .rows = p.rows});
+  } else {
+    set_max_registers_down<kOtherRegisters>();
+    if (warp < kWarps + kStreamWarps)
+      step.stream({ring, warp - kWarps});
+    else
+      step.clear();
+  }
+#endif
+}
+
+/// Blocks of a launch: each has a tile of every matrix, on which `clear` relies.
+int num_blocks(const DecoderStepParams& p, int num_sms) {
+  const int qkv_tiles = (p.num_q_heads + 2 * p.num_kv_heads) * p.head_dim / 16;
+  return std::min({num_sms, qkv_tiles, p.hidden / 8, p.intermediate / 8, (p.vocab + 15) / 16});
+}
+
+template <int kDim, int kR>
+cudaError_t launch(const DecoderStepParams& p, int blocks, cudaStream_t stream) {
+  const int ring = Layout::of<kDim, kR>(p).ring, slots = std::min((kSmemLimit - ring) / kSlotBytes, kMaxSlots);
+  if (slots < kStreamWarps || (p.hidden / 8 + blocks - 1) / blocks > kMaxTiles) return cudaErrorInvalidConfiguration;
+  const auto kernel = decoder_step_kernel<kDim, kR>;
+  const int bytes = ring + slots * kSlotBytes;
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute cooperative{};
+  cooperative.id = cudaLaunchAttributeCooperative;
+  cooperative.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = kAllThreads;
+  config.dynamicSmemBytes = bytes;
+  config.stream = stream;
+  config.attrs = &cooperative;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p, slots);
+}
+
+template <int kDim>
+cudaError_t launch(const DecoderStepParams& p, int blocks, cudaStream_t stream) {
+  if (p.rows == 1) return launch<kDim, 1>(p, blocks, stream);
+  if (p.rows == 2) return launch<kDim, 2>(p, blocks, stream);
+  return p.rows <= 4 ? launch<kDim, 4>(p, blocks, stream) : launch<kDim, 8>(p, blocks, stream);
+}
+
+}  // namespace
+}  // namespace step
+
+int64_t decoder_step_workspace_numel(int device, const DecoderStepParams& p) {
+  int num_sms = 0;
+  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  return step::Buffers(p, num_sms).total;
+}
+
+cudaError_t launch_decoder_step(const DecoderStepParams& p, cudaStream_t stream) {
+  int device = 0, num_sms = 0;
+  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
+  const cudaError_t status = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
+  const int blocks = step::num_blocks(p, num_sms);
+  return p.head_dim == 64 ? step::launch<64>(p, blocks, stream) : step::launch<128>(p, blocks, stream);
+}
+
+}  // namespace nanovllm::kernels

@@ -51,8 +51,11 @@ class Load:
 
 @dataclass(slots=True)
 class Record:
-    """What happened to one request; times in seconds. itl: gaps between the pieces of its answer, a merged piece's gap
-    shared by the tokens that the server counted."""
+    """What happened to one request; times in seconds.
+
+    ttft, e2e: from its start to the first and the last piece of its answer; itl: gaps between pieces, each of which may
+    have several tokens; the token counts are the server's own where it tells them.
+    """
 
     start: float  # since the first one
     prompt_tokens: int = 0

@@ -51,7 +51,7 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
         lifespan=lifespan,
     )
     app.state.service = service
-    app.state.on_exit = []
+    app.state.on_exit = [service.begin_shutdown]
     add_error_handlers(app)
     _add_generation(app, service)
     _add_tokens(app, service)

@@ -19,6 +19,7 @@ from nanovllm.server.app import make_app
 from nanovllm.server.config import ServerConfig
 
 logger = logging.getLogger("nanovllm.server")
+_GRACE = 5  # seconds that clients have to take in that the server is going
 SWITCH_INTERVAL = 1e-5  # seconds after which the engine's thread gets Python back from a busy event loop
 
 
@@ -59,7 +60,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> uvicorn.Server:
             ws="none",
             server_header=False,
             timeout_keep_alive=math.ceil(config.keep_alive_timeout),
-            timeout_graceful_shutdown=math.ceil(config.shutdown_timeout),
+            timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + _GRACE,
             ssl_keyfile=config.ssl_keyfile,
             ssl_certfile=config.ssl_certfile,
         )

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanovllm.async_llm import AsyncLLM
+from nanovllm.async_llm import AsyncLLM, EngineStopped
 from nanovllm.engine.chat import render_chat_text
 from nanovllm.engine.detokenizer import longest_token_bytes
 from nanovllm.sampling_params import SamplingParams
@@ -51,6 +51,16 @@ class Service:
             self._longest_token = longest_token_bytes(llm.tokenizer)
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="nanovllm-prepare")
         self.num_open = 0  # sequences asked for and not ended
+        self._generations: set[Generation] = set()
+
+    def begin_shutdown(self) -> None:
+        """What runs may end within shutdown_timeout; the rest then hears that the server is going."""
+
+        def end_all() -> None:
+            for generation in list(self._generations):
+                generation.stream.close(EngineStopped("the server is shutting down"))
+
+        asyncio.get_running_loop().call_later(self.config.shutdown_timeout, end_all)
 
     def close(self) -> None:
         self._workers.shutdown(wait=False, cancel_futures=True)
@@ -129,4 +139,8 @@ class Service:
     ) -> Generation:
         """Starts checked prompts in the engine; room is what admitted() gave."""
         stream = self.llm.open_stream(prompts, params, request_id)
-        return Generation(stream, self.llm.tokenizer, params, RequestTimer(self.metrics, arrival), room.pop_all().close)
+        timer, room = RequestTimer(self.metrics, arrival), room.pop_all()
+        generation = Generation(stream, self.llm.tokenizer, params, timer, room.close)
+        self._generations.add(generation)
+        room.callback(self._generations.discard, generation)
+        return generation

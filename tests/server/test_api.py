@@ -406,6 +406,32 @@ def test_shutdown_lets_running_requests_end(monkeypatch: pytest.MonkeyPatch) -> 
     llm.shutdown()
 
 
+def test_shutdown_ends_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    from server.served import fake_llm
+
+    llm = fake_llm(monkeypatch)
+    llm.engine.runner.on_launch = lambda batch: time.sleep(0.05)
+    answers: dict[bool, httpx.Response] = {}
+    with serving(llm, shutdown_timeout=0.3) as served:
+
+        def ask(stream: bool) -> None:
+            body = LONG | {"max_tokens": 2000, "stream": stream}
+            answers[stream] = served.post("/v1/chat/completions", body)
+
+        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(llm.engine.scheduler.running) == 2, "the requests run")
+        time.sleep(0.2)  # the stream has begun
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert "the server is shutting down" in error(answers[False], 503)["message"]
+    assert "the server is shutting down" in answers[True].text.split("data: ")[-1]
+    llm.engine.runner.on_launch = None
+    wait_idle(llm.engine)
+    llm.shutdown()
+
+
 def test_tool_calls_of_the_model(serve_fake: ServeFake, tmp_path: Any) -> None:
     """Auto tool choice: the template's format is recognised, text, thoughts and calls are told apart."""
     template = tmp_path / "template.jinja"

@@ -8,7 +8,8 @@ import dataclasses
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.build import build_engine
@@ -16,6 +17,8 @@ from nanovllm.engine.llm_engine import Prompt, Request, StepResult
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.token_stream import NewToken, TokenStream
+
+T = TypeVar("T")
 
 
 class EngineStopped(RuntimeError):
@@ -61,6 +64,8 @@ class AsyncLLM:
         self._streams: dict[str, tuple[_Stream | TokenStream, int]] = {}  # and the index of its first sequence there
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.max_wakeups_per_second: float | None = None
+        self._is_paused = False  # this and the steps that a pause lets through: the engine thread's
+        self._num_steps_allowed = 0
         self._is_shut_down = False
         self._fatal: BaseException | None = None
         self._lock = threading.Lock()  # of the flag above and the order of commands
@@ -166,6 +171,44 @@ class AsyncLLM:
 
         self._commands.put(abort)
 
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs function in the engine's thread, between two steps; the future has its result or its exception.
+
+        Raises:
+            RuntimeError: the engine was shut down or cannot go on.
+        """
+        future: Future[T] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as e:
+                future.set_exception(e)
+
+        self._command(command)
+        return future
+
+    def set_paused(self, is_paused: bool) -> Future[None]:
+        """Holds the engine between two steps, or lets it go on. Requests still come, wait and are aborted meanwhile."""
+
+        def command() -> None:
+            self._is_paused, self._num_steps_allowed = is_paused, 0
+
+        return self.call(command)
+
+    def step_paused(self, num_steps: int = 1) -> Future[int]:
+        """Lets a paused engine make some steps, fewer where its work ends before; gives how many are allowed now."""
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise ValueError(f"num_steps: expected an integer >= 1, got {num_steps!r}")
+
+        def command() -> int:
+            self._num_steps_allowed = num_steps if self._is_paused and self.engine.has_work else 0
+            return self._num_steps_allowed
+
+        return self.call(command)
+
     def shutdown(self) -> None:
         """Ends all requests and the engine's thread; a second call does nothing."""
         with self._lock:
@@ -219,7 +262,7 @@ class AsyncLLM:
     def _loop(self) -> None:
         try:
             while self._run_commands():
-                if not self.engine.has_work:
+                if not self._may_step:
                     continue
                 try:
                     self._publish(self.engine.step())
@@ -229,6 +272,8 @@ class AsyncLLM:
                     self._end_streams(error)
                     if _is_fatal(e):
                         raise
+                if self._num_steps_allowed:
+                    self._num_steps_allowed = self._num_steps_allowed - 1 if self.engine.has_work else 0
         except BaseException as e:
             self._fatal = e
             raise
@@ -240,11 +285,15 @@ class AsyncLLM:
                         command()
             self._end_streams(EngineStopped(f"AsyncLLM: the engine {ending}"))
 
+    @property
+    def _may_step(self) -> bool:
+        return self.engine.has_work and (not self._is_paused or self._num_steps_allowed > 0)
+
     def _run_commands(self) -> bool:
         """Runs what callers have asked for, waiting for it when there is nothing else to do; False: shut down."""
         while True:
             try:
-                command = self._commands.get(block=not self.engine.has_work)
+                command = self._commands.get(block=not self._may_step)
             except queue.Empty:
                 return True
             if command is None:

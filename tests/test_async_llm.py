@@ -295,3 +295,96 @@ def test_a_bad_call_raises_in_the_caller_and_leaves_the_engine_running(make_llm)
 
     run(main())
     shut_down_and_check(llm)
+
+
+# Pause, and calls into the engine's thread
+
+
+def wait(future) -> object:
+    return future.result(timeout=PATIENCE)
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def test_call_runs_in_the_engine_thread_and_gives_results_and_errors(make_llm) -> None:
+    llm = make_llm()
+    assert wait(llm.call(lambda: threading.current_thread().name)) == "nanovllm-engine"
+    with pytest.raises(ZeroDivisionError):
+        wait(llm.call(lambda: 1 // 0))
+    assert llm.is_running and run(collect(llm, [1, 2], greedy(2)))[-1].finished
+    llm.shutdown()
+    with pytest.raises(RuntimeError, match="the engine was shut down"):
+        llm.call(lambda: None)
+
+
+@overlaps
+def test_paused_engine_makes_the_steps_it_is_told_to_and_no_other(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap)
+    batches = llm.engine.runner.batches
+
+    async def main() -> list[RequestOutput]:
+        wait(llm.set_paused(True))
+        task = asyncio.create_task(collect(llm, [1, 2], greedy(30, ignore_eos=True)))
+        await until(lambda: llm.engine.requests)
+        assert wait(llm.call(lambda: len(batches))) == 0
+        for count, total in ((1, 1), (1, 2), (3, 5)):
+            assert wait(llm.step_paused(count)) == count
+            await until(lambda total=total: len(batches) >= total)
+            await asyncio.sleep(0.02)
+            assert wait(llm.call(lambda: len(batches))) == total
+        wait(llm.set_paused(False))
+        return await task
+
+    outputs = run(main())
+    assert outputs[-1].token_ids == alone([1, 2], greedy(30, ignore_eos=True))
+    shut_down_and_check(llm)
+
+
+@overlaps
+def test_steps_left_over_when_the_work_ends_are_forgotten(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap)
+    assert wait(llm.step_paused(5)) == 0  # not paused
+
+    async def main() -> None:
+        wait(llm.set_paused(True))
+        assert wait(llm.step_paused(5)) == 0  # nothing to do
+        first = asyncio.create_task(collect(llm, [1, 2], greedy(2, ignore_eos=True)))
+        await until(lambda: llm.engine.requests)
+        wait(llm.step_paused(50))
+        await first
+        done = len(llm.engine.runner.batches)
+        second = asyncio.create_task(collect(llm, [1, 2], greedy(2, ignore_eos=True)))
+        await until(lambda: llm.engine.requests)
+        await asyncio.sleep(0.02)
+        assert len(llm.engine.runner.batches) == done
+        wait(llm.set_paused(False))
+        await second
+
+    run(main())
+    with pytest.raises(ValueError, match="num_steps: expected an integer >= 1, got 0"):
+        llm.step_paused(0)
+    shut_down_and_check(llm)
+
+
+@overlaps
+def test_pause_holds_neither_aborts_nor_shutdown(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap)
+
+    async def main() -> list:
+        tasks = [asyncio.create_task(collect(llm, [i, 2], greedy(200, ignore_eos=True), f"r{i}")) for i in range(3)]
+        await until(lambda: len(llm.engine.requests) == 3)
+        wait(llm.set_paused(True))
+        await llm.abort("r0")
+        tasks[1].cancel()
+        await until(lambda: llm.engine.requests.keys() == {"r2"})
+        assert (await tasks[0])[-1].finish_reason == "abort"
+        await asyncio.get_running_loop().run_in_executor(None, llm.shutdown)
+        return await asyncio.gather(*tasks[1:], return_exceptions=True)
+
+    cancelled, ended = run(main())
+    assert isinstance(cancelled, asyncio.CancelledError)
+    assert isinstance(ended, RuntimeError) and "shut down" in str(ended)
+    shut_down_and_check(llm)

@@ -224,6 +224,8 @@ class LLMEngine:
         request: Request = seq.data.request  # type: ignore[attr-defined]
         if request.is_finished and self.requests.pop(request.request_id, None):
             request.finish_time = time.perf_counter()
+        if self.observer is not None:
+            self.observer.flush()
 
     # Steps
 

@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 from nanovllm.bench import report
-from nanovllm.cli import chat, env, flags, generate, main, make_parser
+from nanovllm.cli import chat, env, flags, generate, main, make_parser, terminal
 from nanovllm.config import EngineConfig
 from tests.bench.small import write_small_config
 from tests.real_model import REAL_MODEL, needs_real_model
@@ -256,8 +259,9 @@ def test_ctrl_c_stops_the_answer_not_the_program(fake: FakeLLM, capsys: pytest.C
     fake.interrupt_at = 1
     assert main(["generate", "m", "-p", "one"]) == 0  # in a pipe: not streamed
     capsys.readouterr()
-    assert generate.stream(fake, "one", SamplingParams()) == "Paris"
-    assert capsys.readouterr().out == "Paris\n"
+    result = generate.stream(fake, "one", SamplingParams(), generate.show_plainly)
+    assert (result.text, result.num_tokens, result.is_interrupted) == ("Paris", 2, True)
+    assert capsys.readouterr().out == "Paris"
     assert fake.num_closed_early == 1
 
 
@@ -271,16 +275,18 @@ def test_chat_once(fake: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
 def test_chat_keeps_the_conversation(
     fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    on_a_terminal(monkeypatch, ["one", "", "two", KeyboardInterrupt, "/reset", "three", "/what", "/exit", "four"])
-    assert main(["chat", "m", "--system", "S"]) == 0
+    lines = ["one", "", "two", KeyboardInterrupt, "/reset", "three", "/what", "/system  T", "four", "/quit", "five"]
+    on_a_terminal(monkeypatch, lines)
+    assert main(["chat", "m", "--system", "S", "--no-markdown"]) == 0
     assert fake.prompts == [
         ["system:S|user:one"],
         ["system:S|user:one|assistant:Paris.|user:two"],
         ["system:S|user:three"],
+        ["system:T|user:three|assistant:Paris.|user:four"],
     ]
     captured = capsys.readouterr()
-    assert captured.out.count("Paris.\n") == 3
-    assert "/what is not a command" in captured.err
+    assert captured.out.count("Paris.\n") == 4 and captured.out.count("(3 tokens, ") == 4
+    assert "/what is not a command; /help lists them" in captured.err
 
 
 def test_chat_goes_on_after_a_question_that_is_refused(
@@ -289,9 +295,98 @@ def test_chat_goes_on_after_a_question_that_is_refused(
     on_a_terminal(monkeypatch, ["long", EOFError])
     fake.refusal = "prompt of 9999 tokens leaves no room"
     conversation = chat.Conversation(fake, SamplingParams(), None, None)
-    chat._talk(conversation)
+    chat.talk(conversation)
     assert conversation.messages == []
     assert "prompt of 9999 tokens leaves no room (/reset starts over)" in capsys.readouterr().err
+
+
+def test_chat_in_a_pipe_prints_answers_only(
+    fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, ["one", "/help", "/etc/hosts is what?", "/system", EOFError])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert main(["chat", "m"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "Paris.\nParis.\n"
+    assert fake.prompts[1] == ["user:one|assistant:Paris.|user:/etc/hosts is what?"]
+    assert "/help         this list" in captured.err and "(the chat template's own)" in captured.err
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        (["a \\", "b\\", "c"], "a \nb\nc"),
+        (['"""one', "", "two", 'three"""'], "one\n\ntwo\nthree"),
+        (['"""', "one", '"""'], "one"),
+        (['"""one"""'], "one"),
+        (['"""one', EOFError], "one"),
+        (["one\\", EOFError], "one"),
+    ],
+)
+def test_messages_of_several_lines(lines: list[Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_terminal(monkeypatch, lines)
+    assert terminal.read_message("> ", ". ") == message
+
+
+def test_interrupted_answers_stay_as_far_as_they_came(
+    fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, ["one", "two", EOFError])
+    fake.interrupt_at = 0
+    assert main(["chat", "m", "--no-markdown"]) == 0
+    assert fake.prompts[1] == ["user:one|assistant:Par|user:two"]
+    assert capsys.readouterr().out.count("(interrupted, 1 token, first after ") == 2
+
+
+@pytest.mark.parametrize(
+    "text, blocks, rest",
+    [
+        ("one\n\ntw", "one\n\n", "tw"),
+        ("one\n\n", "", "one\n\n"),
+        ("- a\n\n  more\n\n- b", "- a\n\n  more\n\n", "- b"),
+        ("```\na\n\nb", "", "```\na\n\nb"),
+        ("```py\na\n\nb\n```\n\nc", "```py\na\n\nb\n```\n\n", "c"),
+        ("~~~~\n~~~\n\nb\n~~~~\n\nc", "~~~~\n~~~\n\nb\n~~~~\n\n", "c"),
+        ("", "", ""),
+    ],
+)
+def test_markdown_is_rendered_in_whole_blocks(text: str, blocks: str, rest: str) -> None:
+    assert terminal.split_blocks(text) == (blocks, rest)
+
+
+def test_markdown_printer_renders_what_came_in_pieces() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=60, height=10, color_system=None)
+    text = "# Title\n\nSome **bold** text.\n\n```\n" + "line\n" * 30 + "```\n\nThe \x1b]0;title\x07end"
+    with terminal.MarkdownPrinter(console) as printer:
+        for piece in re.findall(r".{1,3}", text, re.DOTALL):
+            printer.show(piece)
+    shown = screen_of(out.getvalue(), 60)
+    assert "Some bold text." in shown and sum("line" in row for row in shown) == 30
+    assert (
+        "Title" in "".join(shown) and "The ]0;titleend" in shown and not any("*" in row or "`" in row for row in shown)
+    )
+
+
+def screen_of(text: str, width: int) -> list[str]:
+    """The rows of an endless terminal that got text, which may move the cursor up and erase lines."""
+    rows, x, y = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?\d;]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\n":
+            x, y = 0, y + 1
+            rows += [""] * (y + 1 - len(rows))
+        elif part == "\r":
+            x = 0
+        elif part.startswith("\x1b"):
+            count = int(part[2:-1]) if part[2:-1].isdigit() else 1
+            y = max(0, y - count) if part.endswith("A") else y
+            rows[y] = "" if part.endswith("K") else rows[y]
+        else:
+            rows[y] = rows[y][:x].ljust(x) + part + rows[y][x + len(part) :]
+            x += len(part)
+            assert x <= width
+    return [row.rstrip() for row in rows]
 
 
 # env and bench

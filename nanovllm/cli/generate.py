@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from nanovllm.cli.flags import add_engine_flags, add_sampling_flags, engine_config, make_llm, sampling_values
@@ -27,12 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from nanovllm.inspector.record import recording
+
     config, values = engine_config(args), sampling_values(args)
     prompts = args.prompt or _from_stdin()
-    with make_llm(config) as llm:
+    with make_llm(config) as llm, recording(llm, args.record):
         params = dataclasses.replace(llm.default_sampling_params, **values)
         if len(prompts) == 1 and params.n == 1 and not args.json and sys.stdout.isatty():
-            stream(llm, prompts[0], params)
+            stream(llm, prompts[0], params, show_plainly)
+            print()
             return 0
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
     if args.json:
@@ -43,20 +48,39 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def stream(llm: LLM, prompt: str | list[int], params: SamplingParams) -> str:
-    """Prints a completion as it comes, and returns it. Ctrl-C ends it, not the program; a second one does."""
+@dataclasses.dataclass(slots=True)
+class Streamed:
+    """What stream() got; first_token and seconds: from its call, in seconds (first_token None: none came)."""
+
+    text: str = ""
+    num_tokens: int = 0
+    is_interrupted: bool = False
+    first_token: float | None = None
+    seconds: float = 0.0
+
+
+def stream(llm: LLM, prompt: str | list[int], params: SamplingParams, show: Callable[[str], None]) -> Streamed:
+    """Gives a completion to show() as it comes. Ctrl-C ends it, not the program; a second one raises at once."""
     from nanovllm.llm import deferred_interrupt
 
-    parts = []
+    result, start = Streamed(), time.perf_counter()
     with deferred_interrupt() as interrupted:
         increments = llm.stream(prompt, params)
         for increment in increments:
-            print(increment.text, end="", flush=True)
-            parts.append(increment.text)
+            result.text += increment.text
+            result.num_tokens += len(increment.token_ids)
+            result.seconds = time.perf_counter() - start
+            if result.first_token is None and increment.token_ids:
+                result.first_token = result.seconds
+            show(increment.text)
             if interrupted:
+                result.is_interrupted = True
                 increments.close()
-    print()
-    return "".join(parts)
+    return result
+
+
+def show_plainly(text: str) -> None:
+    print(text, end="", flush=True)
 
 
 def _from_stdin() -> list[str]:

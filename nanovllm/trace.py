@@ -1,4 +1,4 @@
-"""A worked example: prompts that share a page, step by step through the real scheduler and model runner.
+"""A worked example: prompts that share a block, step by step through the real scheduler and model runner.
 
 Block size 4, eight blocks, and the prompts of "nano-vLLM Part 2: Block Tables, KV Cache, and the Path to the GPU". Only
 the model is a stand-in: the tokens that it samples are written down below, and it keeps the inputs and the context that
@@ -8,6 +8,7 @@ every attention layer would get. `nanovllm trace` prints it.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,21 +100,29 @@ def _model_config() -> ModelConfig:
     )
 
 
+def make_config() -> EngineConfig:
+    """The options of an engine for the example."""
+    return EngineConfig(
+        model="trace",
+        device="cpu",
+        kvcache_block_size=BLOCK_SIZE,
+        num_kvcache_blocks=NUM_BLOCKS,
+        max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )
+
+
+def make_runner(config: EngineConfig, model: ScriptedModel) -> ModelRunner:
+    return ModelRunner(config, _model_config(), model, torch.device("cpu"), torch.float32)
+
+
 class Trace:
     """The engine's parts, and what is printed of them."""
 
     def __init__(self) -> None:
-        config = EngineConfig(
-            model="trace",
-            device="cpu",
-            kvcache_block_size=BLOCK_SIZE,
-            num_kvcache_blocks=NUM_BLOCKS,
-            max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-        )
-        self.model = ScriptedModel()
-        self.runner = ModelRunner(config, _model_config(), self.model, torch.device("cpu"), torch.float32)
+        config, self.model = make_config(), ScriptedModel()
+        self.runner = make_runner(config, self.model)
         self.scheduler = Scheduler(config, NUM_BLOCKS)
         self.names: dict[int, str] = {}  # seq_id to the letter of the request
         self.ref_counts: list[tuple[int, int, int]] = []  # changes: block id, before, after
@@ -123,17 +132,17 @@ class Trace:
     def run(self) -> None:
         print(f"block_size = {BLOCK_SIZE}")
         self._show_pool()
-        print("\n== Prompt A: new pages")
+        print("\n== Prompt A: new blocks")
         self._add("A")
         self._step()
-        print("\n== Prompt B: reuses A's first page; A decodes in the same step")
+        print("\n== Prompt B: reuses A's first block; A decodes in the same step")
         self._add("B")
         self._step()
-        print("\n== A crosses a page border, and ends")
+        print("\n== A crosses a block border, and ends")
         self._step()
         print("\n== B ends")
         self._step()
-        print("\n== C revives the page that A and B left in the prefix cache; D is packed behind it")
+        print("\n== C revives the block that A and B left in the prefix cache; D is packed behind it")
         self._add("C")
         self._add("D")
         self._step()
@@ -203,27 +212,34 @@ class Trace:
         print(f"  hash_to_block_id = {{{', '.join(f'{h >> 96:08x}: {block_id}' for h, block_id in entries)}}}")
 
     def _show_inputs(self) -> None:
-        """Rows of the decodes, then of the packed prompts: what the two attention kernels get."""
-        context, d = self.model.context, self.model.context.num_decode
-        for part, rows in (("decode", slice(0, d)), ("prefill", slice(d, None))):
-            values = {
-                "input_ids": self.model.input_ids[rows],
-                "positions": self.model.positions[rows],
-                "slot_mapping": context.slot_mapping[rows],
-            }
-            if part == "decode":
-                values["context_lens"] = context.decode_context_lens
-                tables, lens = context.decode_block_tables, context.decode_context_lens
-            else:
-                values["cu_seqlens_q"], values["cu_seqlens_k"] = context.cu_seqlens_q, context.cu_seqlens_k
-                tables, lens = context.block_tables, context.context_lens
-            if not len(values["input_ids"]):
-                continue
+        for part, values in step_inputs(self.model).items():
             print(f"{part}:")
             for name, value in values.items():
-                print(f"  {name} = {value.tolist()}")
-            if tables is not None:
-                print(f"  block_tables = {_read_part(tables, lens)}")
+                print(f"  {name} = {value}")
+
+
+def step_inputs(model: ScriptedModel) -> dict[str, dict[str, list[Any]]]:
+    """What the two attention kernels got last: rows of the decodes, then of the packed prompts, by name."""
+    inputs: dict[str, dict[str, list[Any]]] = {}
+    context, d = model.context, model.context.num_decode
+    for part, rows in (("decode", slice(0, d)), ("prefill", slice(d, None))):
+        values = {
+            "input_ids": model.input_ids[rows],
+            "positions": model.positions[rows],
+            "slot_mapping": context.slot_mapping[rows],
+        }
+        if part == "decode":
+            values["context_lens"] = context.decode_context_lens
+            tables, lens = context.decode_block_tables, context.decode_context_lens
+        else:
+            values["cu_seqlens_q"], values["cu_seqlens_k"] = context.cu_seqlens_q, context.cu_seqlens_k
+            tables, lens = context.block_tables, context.context_lens
+        if not len(values["input_ids"]):
+            continue
+        inputs[part] = {name: value.tolist() for name, value in values.items()}
+        if tables is not None:
+            inputs[part]["block_tables"] = _read_part(tables, lens)
+    return inputs
 
 
 def _read_part(tables: Tensor, context_lens: Tensor) -> list[list[int]]:

@@ -8,6 +8,11 @@ import pytest
 from nanovllm.cli import main
 
 
+def test_blocks_are_called_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace"]) == 0
+    assert "page" not in capsys.readouterr().out
+
+
 @pytest.fixture
 def sections(capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
     """The trace's lines, without indentation, one list a section."""
@@ -34,7 +39,7 @@ def test_pool_starts_free(sections: list[list[str]]) -> None:
     )
 
 
-def test_prompt_a_takes_new_pages(sections: list[list[str]]) -> None:
+def test_prompt_a_takes_new_blocks(sections: list[list[str]]) -> None:
     assert_in_order(
         sections[1],
         """
@@ -57,7 +62,7 @@ def test_prompt_a_takes_new_pages(sections: list[list[str]]) -> None:
     assert not any(line.startswith("block_tables") for line in sections[1]), "a fresh prompt needs no block table"
 
 
-def test_prompt_b_reuses_the_first_page(sections: list[list[str]]) -> None:
+def test_prompt_b_reuses_the_first_block(sections: list[list[str]]) -> None:
     assert_in_order(
         sections[2],
         """
@@ -76,7 +81,7 @@ def test_prompt_b_reuses_the_first_page(sections: list[list[str]]) -> None:
     )
 
 
-def test_decode_of_99_needs_no_new_page(sections: list[list[str]]) -> None:
+def test_decode_of_99_needs_no_new_block(sections: list[list[str]]) -> None:
     assert_in_order(
         sections[2],
         """
@@ -94,7 +99,7 @@ def test_decode_of_99_needs_no_new_page(sections: list[list[str]]) -> None:
     )
 
 
-def test_full_pages_are_hashed_after_the_step_that_filled_them(sections: list[list[str]]) -> None:
+def test_full_blocks_are_hashed_after_the_step_that_filled_them(sections: list[list[str]]) -> None:
     maps = [[line for line in s if line.startswith("hash_to_block_id")][-1] for s in sections[:3]]
     blocks = [[int(entry.split(": ")[1]) for entry in m.split("{")[1].rstrip("}").split(", ") if entry] for m in maps]
     assert blocks == [[], [0, 1], [0, 1, 2, 3, 4]]
@@ -102,7 +107,7 @@ def test_full_pages_are_hashed_after_the_step_that_filled_them(sections: list[li
     assert len(set(hashes)) == 5
 
 
-def test_a_crosses_a_page_border_and_releases_in_reverse(sections: list[list[str]]) -> None:
+def test_a_crosses_a_block_border_and_releases_in_reverse(sections: list[list[str]]) -> None:
     assert_in_order(
         sections[3],
         """
@@ -125,7 +130,7 @@ def test_a_crosses_a_page_border_and_releases_in_reverse(sections: list[list[str
     )
 
 
-def test_b_releases_the_shared_page_last(sections: list[list[str]]) -> None:
+def test_b_releases_the_shared_block_last(sections: list[list[str]]) -> None:
     assert_in_order(
         sections[4],
         """

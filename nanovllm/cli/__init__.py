@@ -12,7 +12,7 @@ from typing import NoReturn
 from nanovllm import __version__
 
 # Each module has SUMMARY, add_arguments(parser) and run(args) -> exit status.
-_COMMANDS = ("generate", "chat", "serve", "bench", "trace", "env")
+_COMMANDS = ("generate", "chat", "serve", "bench", "inspect", "trace", "env")
 # What the library raises for what the user gave: shown as one line. Anything else is a bug, shown with its traceback.
 _EXPECTED = (ValueError, TypeError, NotImplementedError, RuntimeError, ImportError, OSError, MemoryError)
 

@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "serve":
         return bench_serve.run(args)
     from nanovllm.bench import report, roofline
+    from nanovllm.inspector.record import recording
 
     only_json = args.json is not None and str(args.json) == "-"
     with ExitStack() as stack:
@@ -106,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
         _make_room(args)
         config = engine_config(args)
         llm = stack.enter_context(make_llm(config))
-        results = _measure(llm, args)
+        with recording(llm, args.record):
+            results = _measure(llm, args)
         device, dtype = llm.engine.runner.device, llm.engine.runner.dtype
         cost, facts = roofline.Cost.of(llm), report.facts(llm)
     given = (args.bandwidth and 1e12 * args.bandwidth, args.compute and 1e12 * args.compute)

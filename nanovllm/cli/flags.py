@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm.config import EngineConfig
@@ -24,8 +25,10 @@ def _flag(name: str) -> str:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, model_is_optional: bool = False) -> None:
-    """MODEL (None where it is optional and not given), and a flag for every other field of EngineConfig."""
+    """MODEL (None where it is optional and not given), a flag for every other field of EngineConfig, and --record."""
     add_config_flags(parser, "engine", EngineConfig, model_is_optional)
+    text = "write what the engine does, step by step, to this file; `nanovllm inspect FILE` shows it"
+    parser.add_argument("--record", metavar="FILE", type=_writable, help=text)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -51,6 +54,13 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, cls: type, mod
         else:
             how = {"type": _SCALARS[kind], "metavar": kind.upper()}
         group.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=text + shown, **how)
+
+
+def _writable(path: str) -> str:
+    """A path in a folder that exists: said before a model is loaded."""
+    if not Path(path).parent.is_dir() or Path(path).is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {path!r}")
+    return path
 
 
 def config_from(args: argparse.Namespace, cls: type[Config]) -> Config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-SUMMARY = "show block tables, slots and packed inputs of prompts that share a page, step by step"
+SUMMARY = "show block tables, slots and packed inputs of prompts that share a block, step by step"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,5 +21,5 @@ def run(args: argparse.Namespace) -> int:
         from nanovllm.server.run import serve
     except ModuleNotFoundError as e:
         raise ImportError(f"serve: {e.name} is not installed: pip install 'nanovllm[server]'") from e
-    serve(engine, server)
+    serve(engine, server, args.record)
     return 0

@@ -14,9 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 from nanovllm import __version__
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.engine.detokenizer import token_bytes
+from nanovllm.inspector.live import Live
 from nanovllm.server import chat, completions, responses
 from nanovllm.server.config import ServerConfig
 from nanovllm.server.errors import ApiError, add_error_handlers
+from nanovllm.server.inspector import inspector_router
 from nanovllm.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from nanovllm.server.protocol import (
     TOKEN_ID,
@@ -56,6 +58,9 @@ def make_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_operations(app, service)
+    live = Live(llm)
+    app.include_router(inspector_router(live))
+    app.state.on_exit.append(live.close)
     _bound_token_ids(app.openapi(), llm.engine.vocab_size)
     # The last one added is the outermost.
     app.add_middleware(BodyLimitMiddleware, max_bytes=config.max_body_bytes)

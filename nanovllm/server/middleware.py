@@ -8,11 +8,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanovllm.server.errors import ApiError
 
-_OPEN_PATHS = ("/health", "/metrics")  # probes and scrapers bring no key
+# Probes and scrapers bring no key, and browsers none for a page: the inspector's asks for it.
+_OPEN_PATHS = ("/health", "/metrics", "/inspector")
 
 
 class ApiKeyMiddleware:
-    """Refuses requests without one of the keys; those of CORS preflight, health and metrics pass."""
+    """Refuses requests without one of the keys; those of CORS preflight and of the open paths pass."""
 
     def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
         self.app = app

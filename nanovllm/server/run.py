@@ -15,6 +15,7 @@ import uvicorn
 
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import EngineConfig
+from nanovllm.inspector.record import recording
 from nanovllm.server.app import make_app
 from nanovllm.server.config import ServerConfig
 
@@ -23,8 +24,10 @@ _GRACE = 5  # seconds that clients have to take in that the server is going
 SWITCH_INTERVAL = 1e-5  # seconds after which the engine's thread gets Python back from a busy event loop
 
 
-def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
+def serve(engine_config: EngineConfig, config: ServerConfig, record: str | None = None) -> None:
     """Loads the model and serves it until SIGTERM or Ctrl-C; running requests then get shutdown_timeout to end.
+
+    record: a file that gets everything that the engine does.
 
     Raises:
         OSError: the address cannot be had; told before the model is loaded.
@@ -42,7 +45,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig) -> None:
             previous = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_INTERVAL)
             try:
-                server.run(sockets=[sock])
+                with recording(llm, record):
+                    server.run(sockets=[sock])
             finally:
                 sys.setswitchinterval(previous)
         finally:

@@ -12,18 +12,18 @@ wall time of a step, and their ratio.
 """
 
 import argparse
-import json
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 
 import torch
-from engine import QWEN3_0_6B
 from scheduler import PROMPT_LEN, VOCAB, make_engine
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.bench.hf_configs import HF_CONFIGS, config_folder
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.observer import Event, Sink, observe, unobserve
 from nanovllm.inspector.record import Recorder, encode
@@ -92,7 +92,7 @@ def with_model(llm: LLM, num_seqs: int, num_turns: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model to step (qwen3-0.6b: random weights of that shape)")
+    parser.add_argument("--model", help="a model to step; a name of nanovllm/bench/hf_configs.py: random weights")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--turns", type=int, default=12, help="turns of each kind")
@@ -102,12 +102,11 @@ def main() -> None:
         for num_seqs in args.batches:
             host_side(num_seqs, args.turns)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        model, options = args.model, {}
-        if model == "qwen3-0.6b":
-            Path(folder, "config.json").write_text(json.dumps(QWEN3_0_6B))
-            model, options = folder, {"load_format": "dummy"}
-        llm = LLM(model, device=args.device, max_num_seqs=max(args.batches), max_model_len=2048, **options)
+    is_shape = args.model in HF_CONFIGS
+    with config_folder(args.model) if is_shape else nullcontext(args.model) as model:
+        load_format = "dummy" if is_shape else "auto"
+        options = {"device": args.device, "load_format": load_format}
+        llm = LLM(model, max_num_seqs=max(args.batches), max_model_len=2048, **options)
     for num_seqs in args.batches:
         with_model(llm, num_seqs, args.turns)
 

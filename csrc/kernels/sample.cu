@@ -3,7 +3,7 @@
 //
 // A cluster of 8 blocks owns a row (below sm_90: one block). The row streams once through rings of
 // asynchronous copies, a ring a thread, four blocks a multiprocessor: while one block starts, ends or makes a
-// later pass, the others keep the memory busy. A step of a thread is 8 tokens, two Philox blocks.
+// later pass, the others keep the memory busy. A step of a thread is 8 tokens, those of a Philox block.
 //
 //   greedy    the greatest logit, the lowest token on ties
 //   stream    the greatest logit; unless there is a top-k, the winner of all tokens (sample_noise.cuh), and
@@ -134,8 +134,8 @@ cudaError_t launch(const SampleParams& p, cudaStream_t stream) {
     status = cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
   const int cluster = major >= 9 ? kMaxTeam : 1;
-  const int64_t accesses = (p.vocab + Slice<T>::kAccess - 1) / Slice<T>::kAccess;
-  const int tokens_per_block = static_cast<int>((accesses + cluster - 1) / cluster) * Slice<T>::kAccess;
+  const int64_t philox_blocks = (p.vocab + kBlockTokens - 1) / kBlockTokens;
+  const int tokens_per_block = static_cast<int>((philox_blocks + cluster - 1) / cluster) * kBlockTokens;
   const bool aligned = is_aligned(p.logits, {p.logits_stride_row}, sizeof(T), 16);
   const bool prefetch = p.batch * cluster <= num_sms;  // few blocks, whose copies alone leave the memory idle
   return launch_pdl_clusters(sample_kernel<T>, cluster, dim3(p.batch * cluster), kSampleThreads, 0, stream, p,

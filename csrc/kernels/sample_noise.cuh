@@ -6,7 +6,6 @@
 
 namespace nanovllm::kernels {
 
-constexpr int kWords = 4;  // tokens of one Philox block
 constexpr float kLowest = -INFINITY;
 
 /// -log(-log(u)), u = (word + 0.5) / 2^32.
@@ -24,15 +23,21 @@ struct Noise {
         key1(static_cast<uint32_t>(seed >> 32)),
         low(static_cast<uint32_t>(position)),
         high(static_cast<uint32_t>(position >> 32)) {}
-  /// Those of the block of `token`.
-  __device__ PhiloxBlock<uint32_t> words(uint32_t token) const {
-    return philox(PhiloxBlock<uint32_t>{{token / kWords, low, high, 0}}, key0, key1);
+  /// Output 0 or 1 of the block of `token`.
+  __device__ PhiloxBlock<uint32_t> output(uint32_t token, uint32_t i) const {
+    return philox(PhiloxBlock<uint32_t>{{token / kBlockTokens, low, high, i}}, key0, key1);
+  }
+  /// Of token j of the block.
+  static __device__ uint32_t half(const PhiloxBlock<uint32_t>& output, int j) {
+    return j % 2 == 0 ? output.word[j / 2] & 0xffff : output.word[j / 2] >> 16;
   }
   __device__ float of(uint32_t token) const {
-    const auto block = words(token);
-    const uint32_t even = token % 4 < 2 ? block.word[0] : block.word[2];
-    const uint32_t odd = token % 4 < 2 ? block.word[1] : block.word[3];
-    return gumbel(token % 2 == 0 ? even : odd);
+    const auto upper = output(token, 0), lower = output(token, 1);
+    uint32_t word = 0;
+#pragma unroll
+    for (int j = 0; j < kBlockTokens; ++j)
+      if (token % kBlockTokens == j) word = half(upper, j) << 16 | half(lower, j);
+    return gumbel(word);
   }
 };
 
@@ -60,25 +65,23 @@ struct Draw {
   /// 1 + (1 - u), rounded down to 23 bits.
   static __device__ float rest(uint32_t word) { return __uint_as_float(0x3f800000u | (~word >> 9)); }
 
-  /// Tokens token_of(j), those with x >= cut; `top` is their greatest logit. A NaN is never drawn.
-  template <int kTokens, class F>
-  __device__ void offer(const float (&logit)[kTokens], float top, float cut, F const& token_of) {
+  /// The tokens of one Philox block, those with x >= cut; `top` is their greatest logit. A NaN is never
+  /// drawn.
+  __device__ void offer(const float (&logit)[kBlockTokens], float top, uint32_t first, float cut) {
     const float lift = __int_as_float(*const_cast<volatile int*>(reached));
-    PhiloxBlock<uint32_t> words[kTokens / kWords];
-    uint32_t most = 0;
+    const auto upper = noise.output(first, 0);
+    const auto& word = upper.word;
+    // The least 1 - u, by the upper half of its word, against the greatest x: most end here. (Not so where
+    // the limit is NaN.)
+    const uint32_t pair = __vmaxu2(__vmaxu2(word[0], word[1]), __vmaxu2(word[2], word[3]));
+    const uint32_t most = max(pair << 16, pair);
+    if (rest(most | 0xffff) > limit(top, lift)) return;
+    const auto lower = noise.output(first, 1);
 #pragma unroll
-    for (int i = 0; i < kTokens / kWords; ++i) {
-      words[i] = noise.words(token_of(kWords * i));
-      const auto& word = words[i].word;
-      most = max(most, max(max(word[0], word[1]), max(word[2], word[3])));
-    }
-    // The least 1 - u against the greatest x: most end here. (Not so where the limit is NaN.)
-    if (rest(most) > limit(top, lift)) return;
-#pragma unroll
-    for (int j = 0; j < kTokens; ++j) {
-      const uint32_t word = words[j / kWords].word[j % kWords];
-      if (!(rest(word) > limit(logit[j], lift)))
-        finish((logit[j] - anchor) * inv_temperature, word, token_of(j), cut);
+    for (int j = 0; j < kBlockTokens; ++j) {
+      const uint32_t own = Noise::half(upper, j) << 16 | Noise::half(lower, j);
+      if (!(rest(own) > limit(logit[j], lift)))
+        finish((logit[j] - anchor) * inv_temperature, own, first + j, cut);
     }
   }
 

@@ -54,7 +54,7 @@ struct Row {
       const float top = greatest_of(logit);
       own = fmaxf(own, top);
       slice.note(step, entry, top);
-      if (draws) draw.offer(logit, top, kLowest, [&](int j) { return slice.token_of(step, j); });
+      if (draws) draw.offer(logit, top, slice.token_of(step, 0), kLowest);
       if (sums) {
 #pragma unroll
         for (int j = 0; j < kStepTokens; ++j) {
@@ -85,8 +85,7 @@ struct Row {
     const float least = fmaxf(cut, -Draw::kLift - kMaxGumbel);
     slice.revisit([&](float top) { return x_of(top) >= least; },
                   [&](int step, const float (&logit)[kStepTokens]) {
-                    draw.offer(logit, greatest_of(logit), cut,
-                               [&](int j) { return slice.token_of(step, j); });
+                    draw.offer(logit, greatest_of(logit), slice.token_of(step, 0), cut);
                   });
     return token_of(team.reduce(ranked(draw.score, draw.token), Max{}));
   }
@@ -159,7 +158,7 @@ struct Row {
     Draw draw{noise, anchor, inv_temperature, &reached};
     if (top == anchor && isfinite(anchor)) {
       Draw first = draw;
-      first.offer(logit, top, kLowest, [&](int j) { return slice.token_of(0, j); });
+      first.offer(logit, top, slice.token_of(0, 0), kLowest);
     }
     __syncthreads();
     return draw;

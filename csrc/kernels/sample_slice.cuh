@@ -2,13 +2,14 @@
 #pragma once
 #include "common/convert.cuh"
 #include "common/mma.cuh"
+#include "common/philox.h"
 #include "kernels/sample_team.cuh"
 
 namespace nanovllm::kernels {
 
-constexpr int kStepTokens = 8;  // of a thread
-constexpr int kStages = 4;      // steps of a thread in flight
-constexpr int kIndexSize = 10;  // entries of a thread, see Slice::stream
+constexpr int kStepTokens = kBlockTokens;  // of a thread
+constexpr int kStages = 4;                 // steps of a thread in flight
+constexpr int kIndexSize = 10;             // entries of a thread, see Slice::stream
 
 /// The greatest; NaN only if all are.
 template <int kSize>
@@ -22,22 +23,22 @@ __device__ float greatest_of(const float (&x)[kSize]) {
     return greatest_of(top);
 }
 
-/// An access is 16 bytes; a step of a thread is one or two, each of them next to those of its neighbours:
-/// access a belongs to thread a % kSampleThreads.
+/// A step of a thread is 8 neighbouring tokens, one or two accesses of 16 bytes. A warp's threads share their
+/// copies, so that each copies what lies next to its neighbours': a ring is a warp's.
 template <class T>
 struct Slice {
   static constexpr int kAccess = 16 / sizeof(T);           // tokens
   static constexpr int kAccesses = kStepTokens / kAccess;  // of a step
   static constexpr int kBlockStep = kStepTokens * kSampleThreads;
   using Access = Pack<T, kAccess>;
-  using Ring = uint4[kStages][kAccesses][kSampleThreads];
+  using Ring = uint4[kStages][kAccesses * kSampleThreads];
   using Index = float[kIndexSize][kSampleThreads];
 
   const T* logits;  // [tokens]
   uint32_t first;   // token
   int tokens;
   int whole_steps;  // that every thread reads by whole, aligned accesses
-  int steps;        // of this thread
+  int steps;        // of this warp
   int index_shift;  // log2 of the steps of one entry of the index
   Ring& ring;       // shared memory
   Index& index;     // shared memory
@@ -50,15 +51,15 @@ struct Slice {
     first = static_cast<uint32_t>(start);
     tokens = static_cast<int>(max(int64_t{0}, min(int64_t{tokens_per_block}, vocab - start)));
     whole_steps = aligned ? tokens / kBlockStep : 0;
-    const int own_first = kAccess * threadIdx.x;
-    steps = tokens > own_first ? (tokens - own_first - 1) / kBlockStep + 1 : 0;
+    const int warp_first = kStepTokens * (threadIdx.x & ~31u);
+    steps = tokens > warp_first ? (tokens - warp_first - 1) / kBlockStep + 1 : 0;
     index_shift = 0;
     while ((tokens - 1) / kBlockStep >> index_shift >= kIndexSize) ++index_shift;
   }
 
   /// Of element j of a step, from the slice's first.
   __device__ int offset_of(int step, int j) const {
-    return step * kBlockStep + j / kAccess * (kAccess * kSampleThreads) + kAccess * threadIdx.x + j % kAccess;
+    return step * kBlockStep + kStepTokens * static_cast<int>(threadIdx.x) + j;
   }
   __device__ uint32_t token_of(int step, int j) const { return first + offset_of(step, j); }
 
@@ -76,6 +77,7 @@ struct Slice {
     for (int step = 0; step < steps; ++step) {
       float x[kStepTokens];
       take(x, step);
+      __syncwarp();  // all have taken
       fetch(step + kStages);
       use(step, x);
     }
@@ -139,21 +141,23 @@ struct Slice {
 
   __device__ void fetch(int step) const {
     auto& slot = ring[step % kStages];
+    const int lane = threadIdx.x % 32, first_access = kAccesses * (static_cast<int>(threadIdx.x) - lane);
     if (step < whole_steps) {
+      const T* from = logits + step * kBlockStep + (first_access + lane) * kAccess;
 #pragma unroll
-      for (int j = 0; j < kStepTokens; j += kAccess)
-        cp_async_16(shared_address(&slot[j / kAccess][threadIdx.x]), logits + offset_of(step, j));
+      for (int a = 0; a < kAccesses; ++a)
+        cp_async_16(shared_address(&slot[first_access + lane + 32 * a]), from + 32 * kAccess * a);
     } else if (step < steps) {
+      T* to = reinterpret_cast<T*>(&slot[kAccesses * threadIdx.x]);
 #pragma unroll
       for (int j = 0; j < kStepTokens; ++j) {
         const int offset = offset_of(step, j);
-        T* to = reinterpret_cast<T*>(&slot[j / kAccess][threadIdx.x]) + j % kAccess;
         if (offset >= tokens)
-          assign(*to, -INFINITY);
+          assign(to[j], -INFINITY);
         else if constexpr (sizeof(T) == 4)
-          cp_async_4(shared_address(to), logits + offset);
+          cp_async_4(shared_address(to + j), logits + offset);
         else
-          *to = logits[offset];
+          to[j] = logits[offset];
       }
     }
     cp_async_commit();
@@ -161,9 +165,10 @@ struct Slice {
 
   __device__ void take(float (&x)[kStepTokens], int step) const {
     cp_async_wait<kStages - 1>();
+    __syncwarp();  // of all lanes
     Access access[kAccesses];
 #pragma unroll
-    for (int a = 0; a < kAccesses; ++a) access[a].raw = ring[step % kStages][a][threadIdx.x];
+    for (int a = 0; a < kAccesses; ++a) access[a].raw = ring[step % kStages][kAccesses * threadIdx.x + a];
     to_floats(x, access);
   }
 };

@@ -1,14 +1,16 @@
 """paged_attention_decode and decode_plan on CUDA.
 
     python benchmarks/bench_paged_attention_decode.py [--only goal skew groups float8 plan] [--block-sizes 16 256]
-        [--layouts seed head-major] [--no-promise] [--after-store] [--fa2] [--json results.json]
+        [--layouts seed head-major] [--no-promise] [--after-store] [--no-baselines] [--json results.json]
 
-A line a case: shape | microseconds | TB/s of keys and values | % of the read bandwidth measured in this run | goal.
+A line a case: shape | microseconds | TB/s of keys and values | % of the read bandwidth measured in this run | goal, or
+our speed over the baseline's.
 A graph of calls over rotated caches, decode_plan made before and timed by itself. The calls promise past_complete, as
 the engine's do: tables, keys and values are older than the plan here. With --no-promise they don't. With --after-store,
 qk_norm_rope_store of the newest tokens runs before each call, as in a layer, and is timed with it. Layouts, inside one
 layer's cache: `seed` [2, num_blocks, block_size, num_kv_heads, head_dim], `head-major` [num_blocks, num_kv_heads, 2,
-block_size, head_dim]. With --fa2, torch's FlashAttention-2 on the same keys and values, contiguous.
+block_size, head_dim]. Baselines of bf16 caches: torch's FlashAttention-2 on contiguous keys and values, and those of
+attention_baselines.py that can be imported, on the first block size and layout.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from attention_baselines import Decode, decode_baselines
 from timing import machine, num_input_sets, read_bandwidth, time_calls, write_json
 from torch import Tensor
 
@@ -86,38 +89,56 @@ class Pool:
         return k.transpose(1, 2), v.transpose(1, 2)
 
 
-def time_case(case: Case, block_size: int, layout: str, pool: Pool, past_complete: bool, after_store: bool) -> float:
-    batch, sets = len(case.lens), num_input_sets(case.kv_bytes())
-    used = [-(-n // block_size) for n in case.lens]
-    k, v = pool.cache(case, sets * sum(used), block_size, layout)
-    lens = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
+class Inputs:
+    """Of a case: sets of queries, outputs and block tables over one large cache."""
+
+    def __init__(self, case: Case, block_size: int, layout: str, pool: Pool) -> None:
+        batch, sets = len(case.lens), num_input_sets(case.kv_bytes())
+        used = [-(-n // block_size) for n in case.lens]
+        heads = case.num_q_heads + 2 * case.num_kv_heads
+        self.case, self.block_size, self.sets = case, block_size, sets
+        self.k, self.v = pool.cache(case, sets * sum(used), block_size, layout)
+        self.lens = torch.tensor(case.lens, dtype=torch.int32, device="cuda")
+        self.qkv = torch.randn(sets, batch, heads, case.head_dim, device="cuda").bfloat16()
+        self.q = self.qkv[:, :, : case.num_q_heads]
+        self.out = torch.empty_like(self.q, memory_format=torch.contiguous_format)
+        self.tables = torch.full((sets, batch, max(used)), 2**31 - 1, dtype=torch.int32, device="cuda")
+        for i, ids in enumerate(torch.randperm(sets * sum(used), device="cuda").int().split(used * sets)):
+            self.tables[i // batch, i % batch, : len(ids)] = ids
+
+
+def time_case(x: Inputs, past_complete: bool, after_store: bool) -> float:
+    case, batch = x.case, len(x.case.lens)
     plan = torch.empty(ops.decode_plan_numel(batch, "cuda"), dtype=torch.int32, device="cuda")
-    ops.decode_plan(plan, lens, case.num_kv_heads, block_size)
+    ops.decode_plan(plan, x.lens, case.num_kv_heads, x.block_size)
     heads = (case.num_q_heads, case.num_kv_heads, case.head_dim)
     workspace = torch.zeros(ops.decode_workspace_numel(batch, max(case.lens), *heads, "cuda"), device="cuda")
-    qkv = torch.randn(sets, batch, case.num_q_heads + 2 * case.num_kv_heads, case.head_dim, device="cuda").bfloat16()
-    q = qkv[:, :, : case.num_q_heads]
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    ids = torch.randperm(sets * sum(used), device="cuda").int().split(used * sets)
-    tables = torch.full((sets, batch, max(used)), 2**31 - 1, dtype=torch.int32, device="cuda")
-    for i, row in enumerate(ids):
-        tables[i // batch, i % batch, : len(row)] = row
     scale = case.head_dim**-0.5
-    last = lens.long() - 1
-    blocks = tables.gather(2, (last // block_size).expand(sets, batch).unsqueeze(2)).squeeze(2).long()
-    slots = blocks * block_size + last % block_size
+    last = x.lens.long() - 1
+    blocks = x.tables.gather(2, (last // x.block_size).expand(x.sets, batch).unsqueeze(2)).squeeze(2).long()
+    slots = blocks * x.block_size + last % x.block_size
     cos_sin = torch.ones(max(case.lens), case.head_dim, device="cuda") * 0.5**0.5  # a turn by 45 degrees
 
     def call(i: int) -> None:
         if after_store:
-            rows = qkv[i].flatten(1)
-            ops.qk_norm_rope_store(rows, None, None, cos_sin, last, k, v, slots[i], None, None, *heads[:2], 1e-6)
-        args = (out[i], q[i], k, v, tables[i], lens, plan, workspace, None, None, scale)
+            rows = x.qkv[i].flatten(1)
+            ops.qk_norm_rope_store(rows, None, None, cos_sin, last, x.k, x.v, slots[i], None, None, *heads[:2], 1e-6)
+        args = (x.out[i], x.q[i], x.k, x.v, x.tables[i], x.lens, plan, workspace, None, None, scale)
         ops.paged_attention_decode(*args, past_complete)
 
-    us = time_calls([lambda i=i: call(i) for i in range(sets)])
-    assert out.isfinite().all(), case.name
+    us = time_calls([lambda i=i: call(i) for i in range(x.sets)])
+    assert x.out.isfinite().all(), case.name
     return us
+
+
+def time_baselines(x: Inputs) -> Iterator[tuple[str, float | str]]:
+    """Name and microseconds, or why there are none."""
+    for name, make in decode_baselines():
+        try:
+            inputs = [Decode(x.q[i], x.k, x.v, x.tables[i], x.lens) for i in range(x.sets)]
+            yield name, time_calls([make(one) for one in inputs])
+        except Exception as error:  # whatever a library raises at what it does not do
+            yield name, f"{type(error).__name__}: {str(error).splitlines()[:1]}"
 
 
 def time_fa2(case: Case, pool: Pool) -> float | None:
@@ -149,16 +170,19 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", choices=["seed", "head-major"], default=["seed", "head-major"])
     parser.add_argument("--no-promise", action="store_true")
     parser.add_argument("--after-store", action="store_true")
-    parser.add_argument("--fa2", action="store_true")
+    parser.add_argument("--no-baselines", action="store_true")
     parser.add_argument("--json")
     args = parser.parse_args()
     peak, pool, rows = read_bandwidth(), Pool(), []
     print(*machine().values(), f"read {peak / 1e12:.2f} TB/s", sep=" | ")
     cases = [case for group in args.only if group != "plan" for case in GROUPS[group]]
     for case in sorted(cases, key=Case.kv_bytes, reverse=True):  # the widest pool first
+        first: Inputs | None = None
         for block_size in args.block_sizes:
             for layout in args.layouts:
-                us = time_case(case, block_size, layout, pool, not args.no_promise, args.after_store)
+                x = Inputs(case, block_size, layout, pool)
+                first = first or x
+                us = time_case(x, not args.no_promise, args.after_store)
                 rate = case.kv_bytes() / us / 1e6
                 row = {"case": case.name, "block_size": block_size, "layout": layout, "us": us, "tb_s": rate}
                 goal = "" if case.goal is None else f" | goal {case.goal:5.0f} {'ok' if us <= case.goal else 'NO'}"
@@ -168,9 +192,16 @@ def main() -> None:
                     flush=True,
                 )
                 rows.append(row)
-        if args.fa2 and (us := time_fa2(case, pool)) is not None:
-            print(f"{case.name:24} FA2, contiguous | {us:8.2f} us | {case.kv_bytes() / us / 1e6:5.2f} TB/s", flush=True)
-            rows.append({"case": case.name, "baseline": "FA2", "us": us})
+        if args.no_baselines or case.goal is None:
+            continue
+        ours = rows[-len(args.block_sizes) * len(args.layouts)]["us"]
+        for name, us in [*time_baselines(first), ("torch FA2, contiguous", time_fa2(case, pool))]:
+            if us is None:
+                continue
+            note = us if isinstance(us, str) else f"{us:8.2f} us | ours x {us / ours:.2f}"
+            print(f"{case.name:24} {name:24} | {note}", flush=True)
+            if not isinstance(us, str):
+                rows.append({"case": case.name, "baseline": name, "us": us})
     if "plan" in args.only:
         for name, us in time_plans():
             print(f"{name:40} | {us:8.2f} us")

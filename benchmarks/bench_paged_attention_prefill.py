@@ -11,9 +11,9 @@ import argparse
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
+from attention_baselines import Prefill, prefill_baselines
 from timing import Call, machine, num_input_sets, time_calls, write_json
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -110,11 +110,6 @@ def ours(case: Case, x: Inputs) -> Call:
     return call
 
 
-def torch_fa2(case: Case, x: Inputs) -> Call:
-    n = max(case.q_lens)
-    return lambda: torch.ops.aten._flash_attention_forward(x.q, x.k, x.v, x.cu, x.cu, n, n, 0.0, True, False)
-
-
 def cudnn(case: Case, x: Inputs) -> Call:
     """Batched: for equal lengths only."""
     q, k, v = (t.unflatten(0, (len(case.lens), -1)).transpose(1, 2) for t in (x.q, x.k, x.v))
@@ -126,30 +121,14 @@ def cudnn(case: Case, x: Inputs) -> Call:
     return call
 
 
-def flash_attn_2(case: Case, x: Inputs) -> Call:
-    from flash_attn import flash_attn_varlen_func
-
-    n = max(case.q_lens)
-    return lambda: flash_attn_varlen_func(x.q, x.k, x.v, x.cu, x.cu, n, n, causal=True)
-
-
-def flash_attn_3(case: Case, x: Inputs) -> Call:
-    from flash_attn_interface import flash_attn_varlen_func
-
-    n = max(case.q_lens)
-    return lambda: flash_attn_varlen_func(x.q, x.k, x.v, x.cu, x.cu, n, n, causal=True)
-
-
 def baselines(case: Case) -> Iterator[tuple[str, Callable[[Case, Inputs], Call]]]:
     """Those of packed prompts that can be had here."""
     if PACKED not in case.storage:
         return
-    yield "torch FA2", torch_fa2
+    for name, make in prefill_baselines():
+        yield name, lambda case, x, make=make: make(Prefill(x.q, x.k, x.v, x.cu, max(case.q_lens)))
     if case.is_dense():
         yield "torch cuDNN", cudnn
-    for name, module, make in (("FA2", "flash_attn", flash_attn_2), ("FA3", "flash_attn_interface", flash_attn_3)):
-        if find_spec(module):
-            yield name, make
 
 
 def time_case(case: Case, storage: str, make: Callable[[Case, Inputs], Call]) -> float:
@@ -188,8 +167,8 @@ def main() -> None:
         for name, make in () if args.no_baselines else baselines(case):
             try:
                 us = time_case(case, PACKED, make)
-            except RuntimeError as error:
-                print(f"{case.name:27} {name:11} | {str(error).splitlines()[0]}")
+            except Exception as error:  # whatever a library raises at what it does not do
+                print(f"{case.name:27} {name:11} | {type(error).__name__}: {str(error).splitlines()[:1]}")
                 continue
             ratio = rates[PACKED] * us * 1e6 / case.flops()
             ratios.setdefault(name, []).append(ratio)

@@ -141,10 +141,13 @@ def mul_32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
 
 def gumbel_noise(vocab: int, seed: int, position: int) -> Tensor:
     """[vocab] float64: the noise of `sample`."""
-    counter = torch.zeros(-(-vocab // 4), 4, dtype=torch.int64)
-    counter[:, 0] = torch.arange(len(counter))
-    counter[:, 1], counter[:, 2] = position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF
-    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).flatten()[:vocab]
+    counter = torch.zeros(2, -(-vocab // 8), 4, dtype=torch.int64)
+    counter[..., 0] = torch.arange(counter.size(1))
+    counter[..., 1], counter[..., 2] = position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF
+    counter[1, :, 3] = 1
+    output = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
+    high, low = torch.stack((output & 0xFFFF, output >> 16), dim=-1).flatten(1)[:, :vocab]
+    words = high << 16 | low
     return -torch.log(-torch.log((words.double() + 0.5) / 2**32))
 
 

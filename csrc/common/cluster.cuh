@@ -7,7 +7,7 @@ namespace nanovllm::kernels {
 __device__ inline int cluster_rank() {
 #if __CUDA_ARCH__ >= 900
   uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 #else
   return 0;
@@ -27,6 +27,12 @@ __device__ inline int cluster_size() {
 __device__ inline void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.aligned;" ::: "memory");
+#endif
+}
+/// Without the order of writes: for meeting only.
+__device__ inline void cluster_arrive_relaxed() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ inline void cluster_wait() {

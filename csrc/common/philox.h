@@ -3,10 +3,13 @@
 // device or the order of work.
 //
 //   key      = (seed low 32 bits, seed high 32 bits)
-//   counter  = (token / 4, position low 32 bits, position high 32 bits, 0)
-//   word     = output[token % 4]
+//   counter  = (token / 8, position low 32 bits, position high 32 bits, i), i = 0 and 1
+//   half(i)  = 16-bit half token % 8 of output(i), lower halves of its words first
+//   word     = half(0) * 2^16 + half(1)
 //   u        = (word + 0.5) / 2^32, so 0 < u < 1
 //   gumbel   = -log(-log(u))
+//
+// So the first output alone says of 8 tokens whether their noise may be great; few need the second.
 //
 // NOTE: u rounds to 1 in fp32 for words above 2^32 - 129, and log(1) = 0 would make the noise infinite. Take
 // -log(u) as -log1p(-(1 - u)), with 1 - u = (~word + 0.5) / 2^32, where u is near 1.
@@ -22,6 +25,8 @@
 namespace nanovllm {
 
 constexpr float kMaxGumbel = 22.8740f;  // above -log(-log(1 - 2^-33)) = 22.87357: no noise is larger
+
+constexpr int kBlockTokens = 8;  // of an output
 
 /// One block of four words; Word is uint32_t, or a vector of them for several counters at a time.
 template <class Word>

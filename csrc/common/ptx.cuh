@@ -76,6 +76,11 @@ __device__ inline void tma_load_4d(uint32_t to, const CUtensorMap* map, uint32_t
 /// Orders this thread's stores to shared memory before later reads by wgmma and the copy engine.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+__device__ inline void store_shared(uint32_t to, uint4 x) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
 // ---- warps ----
 
 /// Of a warpgroup, before its role's code.

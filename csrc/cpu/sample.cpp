@@ -17,7 +17,7 @@
 namespace nanovllm::cpu {
 namespace {
 
-constexpr int kBlock = 64;                 // tokens: four words of 16 Philox blocks
+constexpr int kBlock = 64;                 // tokens: 8 Philox counters, two outputs each
 constexpr int kVecs = kBlock / kVec;       // vectors of a block
 constexpr int kBins = 1024;                // of the top-p histogram
 constexpr int64_t kBlocksPerThread = 256;  // at least
@@ -154,22 +154,38 @@ NV_INLINE Vec gumbel(VecU32 word) {
 
 /// The noise of a block's 64 tokens, in their order.
 NV_INLINE void noise(Vec (&g)[kVecs], const Row& row, int64_t block) {
-  VecU32 counter;
-  for (int i = 0; i < kVec; ++i) counter[i] = static_cast<uint32_t>(block * kVec + i);
+  constexpr int kOutputs =
+      kBlock / kBlockTokens;  // output 0 of each in the lower lanes, output 1 in the upper
+  static_assert(2 * kOutputs == kVec);
+  VecU32 counter, which;
+  for (int i = 0; i < kVec; ++i) {
+    counter[i] = static_cast<uint32_t>(block * kOutputs + i % kOutputs);
+    which[i] = i / kOutputs;
+  }
   const auto low = static_cast<uint32_t>(row.position), high = static_cast<uint32_t>(row.position >> 32);
   const auto words =
-      philox(PhiloxBlock{{counter, VecU32{} + low, VecU32{} + high, VecU32{}}},
-             static_cast<uint32_t>(row.seed), static_cast<uint32_t>(row.seed >> 32), MultiplyVec{});
-  Vec w[4];  // w[j][i] belongs to token 4 i + j
-  for (int j = 0; j < 4; ++j) w[j] = gumbel(words.word[j]);
-  const Vec a = NV_SHUFFLE(w[0], w[1], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const Vec b = NV_SHUFFLE(w[2], w[3], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-  const Vec c = NV_SHUFFLE(w[0], w[1], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  const Vec d = NV_SHUFFLE(w[2], w[3], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-  g[0] = NV_SHUFFLE(a, b, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
-  g[1] = NV_SHUFFLE(a, b, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
-  g[2] = NV_SHUFFLE(c, d, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
-  g[3] = NV_SHUFFLE(c, d, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
+      philox(PhiloxBlock{{counter, VecU32{} + low, VecU32{} + high, which}}, static_cast<uint32_t>(row.seed),
+             static_cast<uint32_t>(row.seed >> 32), MultiplyVec{});
+  Vec even[2], odd[2];  // lane i of pair k: token 8 i + 4 k (+ 1), lane i + 8: token 8 i + 4 k + 2 (+ 1)
+  for (int k = 0; k < 2; ++k) {
+    const VecU32 x = words.word[2 * k], y = words.word[2 * k + 1];
+    const VecU32 upper = NV_SHUFFLE(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    const VecU32 lower = NV_SHUFFLE(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    even[k] = gumbel(upper << 16 | (lower & 0xffff));
+    odd[k] = gumbel((upper & 0xffff0000) | lower >> 16);
+  }
+  Vec quads[2][2];  // [k][i / 4]: tokens 8 i + 4 k and the 3 after it
+  for (int k = 0; k < 2; ++k) {
+    const Vec a = NV_SHUFFLE(even[k], odd[k], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const Vec b = NV_SHUFFLE(even[k], odd[k], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    quads[k][0] = NV_SHUFFLE(a, b, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
+    quads[k][1] = NV_SHUFFLE(a, b, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
+  }
+  for (int i = 0; i < 2; ++i) {
+    const Vec a = quads[0][i], b = quads[1][i];
+    g[2 * i] = NV_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    g[2 * i + 1] = NV_SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+  }
 }
 
 /// The greatest x + noise; the lowest token on ties.

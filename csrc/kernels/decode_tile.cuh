@@ -3,6 +3,7 @@
 #pragma once
 #include <cuda_fp8.h>
 
+#include "common/convert.cuh"
 #include "common/mma.cuh"
 #include "common/pack.cuh"
 #include "kernels/decode_split.cuh"
@@ -122,14 +123,6 @@ __device__ void copy_rows(uint32_t buffer, const void* cache, int64_t stride_blo
   cp_async_commit();
 }
 
-/// Four float8 of a register as two pairs of float16.
-__device__ inline void widen(uint32_t x, uint32_t& low, uint32_t& high) {
-  const __half2_raw a = __nv_cvt_fp8x2_to_halfraw2(x & 0xffff, __NV_E4M3);
-  const __half2_raw b = __nv_cvt_fp8x2_to_halfraw2(x >> 16, __NV_E4M3);
-  low = a.x | static_cast<uint32_t>(a.y) << 16;
-  high = b.x | static_cast<uint32_t>(b.y) << 16;
-}
-
 /// Keys as the mma's rows, features 16 i to 16 i + 15 as its depth. A float8 register holds 4 neighbouring
 /// features, so depth 2j, 2j + 1, 2j + 8, 2j + 9 is feature 4j to 4j + 3 then: load_queries does the same.
 template <class Cache, int kDim>
@@ -141,8 +134,8 @@ __device__ void load_keys(uint32_t (&a)[4], uint32_t buffer, int i) {
   } else {
     uint32_t x[2];
     ldmatrix_x2(x, buffer + L::chunk(lane % 16, i));
-    widen(x[0], a[0], a[2]);
-    widen(x[1], a[1], a[3]);
+    widen_e4m3(x[0], a[0], a[2]);
+    widen_e4m3(x[1], a[1], a[3]);
   }
 }
 
@@ -157,8 +150,8 @@ __device__ void load_values(uint32_t (&a)[4], uint32_t buffer, int i) {
   } else {
     uint32_t x[2];
     ldmatrix_x2_trans(x, buffer + L::chunk(lane % 16, i));
-    widen(__byte_perm(x[0], 0, 0x3120), a[0], a[1]);
-    widen(__byte_perm(x[1], 0, 0x3120), a[2], a[3]);
+    widen_e4m3(__byte_perm(x[0], 0, 0x3120), a[0], a[1]);
+    widen_e4m3(__byte_perm(x[1], 0, 0x3120), a[2], a[3]);
   }
 }
 
@@ -184,9 +177,7 @@ __device__ void load_queries(uint32_t (&q)[kHeadTiles][kDim / 16][2], const Para
         uint32_t pair = 0;
         if (head < group) pair = *reinterpret_cast<const uint32_t*>(from + i * 16 + j * kStep);
         if constexpr (!std::is_same_v<Out, MmaType<Out, Cache>>) {  // bfloat16 to float16, saturating
-          const float2 x = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
-          constexpr float kMax = 65504.0f;
-          pair = pack_pair<__half>(fminf(fmaxf(x.x, -kMax), kMax), fminf(fmaxf(x.y, -kMax), kMax));
+          pair = to_float16_pair(pair);
         }
         q[t][i][j] = pair;
       }

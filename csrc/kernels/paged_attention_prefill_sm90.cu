@@ -1,9 +1,10 @@
 // out[i, h] = softmax(scale * q[i, h] . K^T) @ V, causal from the end of each context, on Hopper's wgmma.
 //
 // One block an SM, 12 warps: warps 0 and 1 copy K and V (and Q) by tensor maps into rings of two 128-key
-// tiles, warp 2 deals out the work, and two warpgroups own 64 query tokens each of a 128-token tile of one
-// query head. They walk the keys from the diagonal down: while the tensor cores do Q . K^T of a tile and P .
-// V of the one before, a warpgroup's softmax of the one before runs in the shadow of the other warpgroup's
+// tiles (keys of an e4m3 cache: four more warps, through registers, to float16, as which the products run),
+// warp 2 deals out the work, and two warpgroups own 64 query tokens each of a 128-token tile of one query
+// head. They walk the keys from the diagonal down: while the tensor cores do Q . K^T of a tile and P . V of
+// the one before, a warpgroup's softmax of the one before runs in the shadow of the other warpgroup's
 // products (they take turns by two named barriers). P goes to wgmma from registers. Paged keys arrive as one
 // box a page and 64 columns, packed ones as if they were one page. 4 * head_dim operations a (query, key)
 // pair: bound by the tensor cores. After Shah and others, FlashAttention-3.
@@ -15,218 +16,26 @@
 #include <string_view>
 
 #include "common/pack.cuh"
-#include "common/ptx.cuh"
 #include "common/tensor_map.h"
-#include "kernels/paged_attention_prefill.cuh"
+#include "kernels/prefill_load.cuh"
 
 // Passes for other architectures leave the kernel's body out, and its parts without a use.
 #pragma nv_diag_suppress 177
 
 namespace nanovllm::kernels {
+using namespace prefill;
 namespace {
 
-using Params = PagedAttentionPrefillParams;
-
-constexpr int kConsumers = 2;           // warpgroups
-constexpr int kRows = 64 * kConsumers;  // query tokens of a tile
-constexpr int kKeys = 128;              // of a tile
-constexpr int kStages = 2;              // of the rings of K and V
-constexpr int kQueryStages = 2;         // of the ring of Q
-constexpr int kWorkSlots = 2;           // of the ring of work
-constexpr int kThreads = 128 * (1 + kConsumers);
-constexpr int kRowBytes = 128;                            // of 64 columns: one swizzled row in shared memory
-constexpr int kLeanRegisters = 40, kWideRegisters = 232;  // of a thread: 128 * 40 + 256 * 232 <= 65,536
-
-/// A tile of work; head -1: no more.
-struct Work {
-  int seq, head;
-  int first_row, rows;  // of q and out
-  int position;         // the context position of first_row
-  int context;          // tokens of the sequence
-  int first_key_row;    // packed: the row of k and v that holds the sequence's token 0
-  __device__ int num_tiles() const { return (position + rows + kKeys - 1) / kKeys; }  // of keys
+/// Registers of a thread by role; together what the launch gives a block, more would be waited for for ever.
+template <class Cache>
+struct Roles {
+  static constexpr bool kWidened = sizeof(Cache) == 1;  // loaded by a warpgroup of its own, through registers
+  static constexpr int kThreads = 128 * (1 + kConsumers + kWidened);
+  static constexpr int kLean = kWidened ? 24 : 40, kWide = kWidened ? 208 : 232, kLoading = 72;
+  static constexpr int kLaunched = 65536 / kThreads / 8 * 8;
+  static_assert(kLean + kConsumers * kWide + kWidened * kLoading <= kThreads / 128 * kLaunched);
+  static constexpr int kLoaders = kWidened ? 2 : 1;  // warps of a key tile, and of a value tile
 };
-
-struct KernelParams {
-  CUtensorMap q, k, v;
-  Params op;
-  int block_shift;  // packed: 30, all keys are one page
-  int page_rows;    // keys of a box
-  float scale_log2;
-  bool out_aligned;  // to 16 bytes
-};
-
-template <int kHeadDim>
-struct alignas(1024) Shared {
-  static constexpr int kHalves = kHeadDim / 64;  // a tile is kHalves blocks of [rows][64 columns]
-  uint8_t k[kStages][kKeys * kHeadDim * 2];
-  uint8_t v[kStages][kKeys * kHeadDim * 2];
-  uint8_t q[kQueryStages][kRows * kHeadDim * 2];
-  Work work[kWorkSlots];
-  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-  uint64_t q_full[kQueryStages], q_empty[kQueryStages], work_full[kWorkSlots], work_empty[kWorkSlots];
-};
-
-// ---- work: tiles ordered by level, the longest first ----
-
-/// Sequences of the lanes of one chunk of 32.
-struct Lengths {
-  int begin = 0, len = 0, context = 0;
-  __device__ Lengths(const Params& p, int seq) {
-    if (seq >= p.batch) return;
-    begin = p.cu_seqlens_q[seq];
-    len = p.cu_seqlens_q[seq + 1] - begin;
-    context = p.block_tables == nullptr ? len : p.context_lens[seq];
-  }
-  /// A sequence has one tile a level in [bottom, top]; its work grows with the level.
-  __device__ int bottom() const { return (context - len) / kRows; }
-  __device__ int top() const { return len == 0 ? -1 : bottom() + (len - 1) / kRows; }
-  __device__ bool has(int level) const { return level <= top() && level >= bottom(); }
-};
-
-/// A warp's walk over all work: items of one level are its sequences times heads.
-class WorkList {
- public:
-  __device__ explicit WorkList(const Params& p) : p_(p) { descend(); }
-
-  /// Item `index` of the list; indices must not fall from call to call.
-  __device__ Work find(int64_t index) {
-    while (level_ >= 0 && index >= level_begin_ + count_) descend();
-    if (level_ < 0) return {.head = -1};
-    const int item = static_cast<int>(index - level_begin_);
-    const int heads = static_cast<int>(p_.num_q_heads);
-    int rank = item / heads;
-    for (int base = 0;; base += 32) {
-      const Lengths s(p_, base + lane_);
-      const unsigned owners = __ballot_sync(~0u, s.has(level_));
-      if (rank >= __popc(owners)) {
-        rank -= __popc(owners);
-        continue;
-      }
-      const int owner = __fns(owners, 0, rank + 1);
-      const int tile = level_ - s.bottom();
-      const Work mine{.seq = base + lane_,
-                      .head = item % heads,
-                      .first_row = s.begin + tile * kRows,
-                      .rows = min(kRows, s.len - tile * kRows),
-                      .position = s.context - s.len + tile * kRows,
-                      .context = s.context,
-                      .first_key_row = s.begin};
-      return {.seq = base + owner,
-              .head = mine.head,
-              .first_row = __shfl_sync(~0u, mine.first_row, owner),
-              .rows = __shfl_sync(~0u, mine.rows, owner),
-              .position = __shfl_sync(~0u, mine.position, owner),
-              .context = __shfl_sync(~0u, mine.context, owner),
-              .first_key_row = __shfl_sync(~0u, mine.first_key_row, owner)};
-    }
-  }
-
- private:
-  /// To the highest level below this one that has a tile; -1: none.
-  __device__ void descend() {
-    level_begin_ += count_;
-    int below = -1;
-    for (int base = 0; base < p_.batch; base += 32) {
-      const Lengths s(p_, base + lane_);
-      const int top = min(s.top(), level_ - 1);
-      if (top >= s.bottom()) below = max(below, top);
-    }
-    level_ = __reduce_max_sync(~0u, below);
-    int sequences = 0;
-    for (int base = 0; base < p_.batch && level_ >= 0; base += 32)
-      sequences += __popc(__ballot_sync(~0u, Lengths(p_, base + lane_).has(level_)));
-    count_ = sequences * p_.num_q_heads;
-  }
-
-  const Params& p_;
-  const int lane_ = threadIdx.x % 32;
-  int level_ = INT32_MAX;
-  int64_t level_begin_ = 0, count_ = 0;
-};
-
-// ---- roles ----
-
-template <int kHeadDim>
-__device__ void deal_work(const Params& p, Shared<kHeadDim>& shared) {
-  WorkList list(p);
-  RingPosition<kWorkSlots> at;
-  for (int round = 0;; ++round) {
-    // Every other round runs backwards, so that no block gets the longest item of every round.
-    const int place = round % 2 == 0 ? blockIdx.x : gridDim.x - 1 - blockIdx.x;
-    const Work w = list.find(int64_t{round} * gridDim.x + place);
-    mbarrier_wait(shared_address(&shared.work_empty[at.slot]), at.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      shared.work[at.slot] = w;
-      mbarrier_arrive(shared_address(&shared.work_full[at.slot]));
-    }
-    if (w.head < 0) return;
-    at.advance();
-  }
-}
-
-/// Warp 0 (is_k) copies q and k, warp 1 v.
-template <int kHeadDim>
-__device__ void copy_tiles(const KernelParams& p, Shared<kHeadDim>& shared, bool is_k) {
-  constexpr int kHalves = Shared<kHeadDim>::kHalves;
-  const int lane = threadIdx.x % 32, group = p.op.num_q_heads / p.op.num_kv_heads;
-  const CUtensorMap* map = is_k ? &p.k : &p.v;
-  const uint32_t tiles = shared_address(is_k ? shared.k : shared.v);
-  const uint32_t full = shared_address(is_k ? shared.k_full : shared.v_full);
-  const uint32_t empty = shared_address(is_k ? shared.k_empty : shared.v_empty);
-  // A lane copies 64 columns of one page.
-  const int page = lane / kHalves, half = lane % kHalves, first_of_page = page * p.page_rows;
-  RingPosition<kWorkSlots> at;
-  RingPosition<kStages> stage;
-  RingPosition<kQueryStages> q_stage;
-  for (;;) {
-    mbarrier_wait(shared_address(&shared.work_full[at.slot]), at.parity);
-    const Work w = shared.work[at.slot];
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.work_empty[at.slot]));
-    at.advance();
-    if (w.head < 0) return;
-    if (is_k) {
-      const uint32_t q_full = shared_address(&shared.q_full[q_stage.slot]);
-      mbarrier_wait(shared_address(&shared.q_empty[q_stage.slot]), q_stage.parity ^ 1);
-      if (lane == 0) {
-        mbarrier_arrive_expect(q_full, kRows * kHeadDim * 2);
-        for (int i = 0; i < kHalves; ++i)
-          tma_load_4d(shared_address(shared.q[q_stage.slot]) + i * kRows * kRowBytes, &p.q, q_full, i * 64,
-                      w.first_row, w.head, 0);
-      }
-      q_stage.advance();
-    }
-    const int32_t* table = p.op.block_tables + w.seq * p.op.table_stride_row;
-    const bool paged = p.op.block_tables != nullptr;
-    const int kv_head = w.head / group;
-    auto block_of = [&](int tile) {
-      const int key = tile * kKeys + first_of_page;
-      return paged && tile >= 0 && first_of_page < kKeys && key < w.context ? table[key >> p.block_shift] : 0;
-    };
-    const int num_tiles = w.num_tiles();
-    int block = block_of(num_tiles - 1);
-    for (int tile = num_tiles - 1; tile >= 0; --tile) {
-      const int next_block = block_of(tile - 1);
-      const int first_key = tile * kKeys;
-      const int pages = min(kKeys, w.context - first_key + p.page_rows - 1) / p.page_rows;
-      const uint32_t barrier = full + stage.slot * 8;
-      mbarrier_wait(empty + stage.slot * 8, stage.parity ^ 1);
-      if (lane == 0) mbarrier_arrive_expect(barrier, pages * p.page_rows * kHeadDim * 2);
-      __syncwarp();
-      if (page < pages) {
-        const int key = first_key + first_of_page;
-        const int row = paged ? key & ((1 << p.block_shift) - 1) : w.first_key_row + key;
-        tma_load_4d(
-            tiles + stage.slot * kKeys * kHeadDim * 2 + half * kKeys * kRowBytes + first_of_page * kRowBytes,
-            map, barrier, half * 64, row, kv_head, block);
-      }
-      __syncwarp();
-      block = next_block;
-      stage.advance();
-    }
-  }
-}
 
 /// S = Q . K^T of this warpgroup's 64 rows, asynchronously.
 template <class T, int kHeadDim>
@@ -253,13 +62,13 @@ __device__ void start_output(float (&o)[kHeadDim / 2], uint32_t (&probs)[kKeys /
 
 /// Rows from `first` on of a tile become 0: their probability is 0, and what was there may be NaN.
 template <int kHeadDim>
-__device__ void clear_rows(uint8_t* tile, int first, int warpgroup) {
+__device__ void clear_rows(uint8_t* tile, int first, int barrier) {
   const int packs = (kKeys - first) * (kRowBytes / 16);
   for (int half = 0; half < Shared<kHeadDim>::kHalves; ++half)
     for (int i = threadIdx.x % 128; i < packs; i += 128)
       reinterpret_cast<uint4*>(tile + (half * kKeys + first) * kRowBytes)[i] = {};
   fence_async_shared();
-  named_barrier_sync(1 + kConsumers + warpgroup, 128);
+  named_barrier_sync(barrier, 128);
 }
 
 /// 4 words of each of 4 neighbouring lanes, transposed: word i of lane j becomes word j of lane i.
@@ -276,23 +85,23 @@ __device__ inline void transpose_quad(uint32_t (&x)[4]) {
     }
 }
 
-template <class T, int kHeadDim>
+template <class Out, int kHeadDim>
 __device__ void store_output(const KernelParams& p, const Work& w, const float (&o)[kHeadDim / 2],
-                             const OnlineSoftmax& softmax, int first_row) {
+                             const OnlineSoftmax& softmax, float scale, int first_row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float inverse = softmax.inverse_sum(i);
+    const float inverse = softmax.inverse_sum(i) * scale;
     const int row = first_row + 8 * i + lane / 4;
-    T* out = static_cast<T*>(p.op.out) + (w.first_row + int64_t{row}) * p.op.out_stride_row +
-             w.head * p.op.out_stride_head;
+    Out* out = static_cast<Out*>(p.op.out) + (w.first_row + int64_t{row}) * p.op.out_stride_row +
+               w.head * p.op.out_stride_head;
 #pragma unroll
     for (int d = 0; d < kHeadDim; d += 32) {
       uint32_t words[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float* x = &o[d / 2 + 4 * j + 2 * i];
-        words[j] = pack_pair<T>(x[0] * inverse, x[1] * inverse);
+        words[j] = pack_pair<Out>(x[0] * inverse, x[1] * inverse);
       }
       if (p.out_aligned) {
         transpose_quad(words);
@@ -308,14 +117,19 @@ __device__ void store_output(const KernelParams& p, const Work& w, const float (
 
 /// What a warpgroup computes: a stream of key tiles that runs on from one item of work to the next, so that
 /// the last P . V of an item and the first Q . K^T of the next are one step like any other.
-template <class T, int kHeadDim>
+template <class Out, class Cache, int kHeadDim>
 __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const int warpgroup) {
+  using T = MmaType<Out, Cache>;
+  constexpr bool kWidened = Roles<Cache>::kWidened;
   constexpr int kTileBytes = kKeys * kHeadDim * 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
   const uint32_t q_rows = shared_address(shared.q) + warpgroup * 64 * kRowBytes;
   const uint32_t k_tiles = shared_address(shared.k), v_tiles = shared_address(shared.v);
   const uint32_t k_full = shared_address(shared.k_full), k_empty = shared_address(shared.k_empty);
   const uint32_t v_full = shared_address(shared.v_full), v_empty = shared_address(shared.v_empty);
+  const int own_barrier = 1 + kConsumers + warpgroup;  // of the warpgroup alone
+  const float scale_log2 = p.scale_log2 * (!kWidened || p.op.k_scale == nullptr ? 1.0f : *p.op.k_scale);
+  const float v_scale = !kWidened || p.op.v_scale == nullptr ? 1.0f : *p.op.v_scale;
   const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % kConsumers;
   RingPosition<kWorkSlots> at;
   RingPosition<kStages> k_stage, v_stage;
@@ -344,6 +158,8 @@ __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const in
     position = w.position + 64 * warpgroup + 16 * warp + lane / 4;
     softmax = {};
     mbarrier_wait(shared_address(&shared.q_full[q_stage.slot]), q_stage.parity);
+    if constexpr (!std::is_same_v<Out, T>)
+      queries_to_float16<kHeadDim>(shared.q[q_stage.slot], warpgroup, own_barrier);
   };
   auto scores = [&] {
     start_scores<T, kHeadDim>(s, q_rows + q_stage.slot * kRows * kHeadDim * 2,
@@ -359,7 +175,7 @@ __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const in
     release(k_empty + k_stage.slot * 8);
     k_stage.advance();
     if constexpr (masked) mask_scores(s, tile * kKeys + lane % 4 * 2, position);
-    softmax.add<masked>(s, shrink, p.scale_log2);
+    softmax.add<masked>(s, shrink, scale_log2);
     pin_registers(s);  // all of the softmax before the wait, under P . V
   };
   auto finish_output = [&] {
@@ -387,9 +203,9 @@ __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const in
   };
   /// The first tile of an item is in probs; its values past the context may be NaN.
   auto clear_past_context = [&] {
-    if (w.context >= (tile + 1) * kKeys) return;
+    if (kWidened || w.context >= (tile + 1) * kKeys) return;
     mbarrier_wait(v_full + v_stage.slot * 8, v_stage.parity);
-    clear_rows<kHeadDim>(shared.v[v_stage.slot], w.context - tile * kKeys, warpgroup);
+    clear_rows<kHeadDim>(shared.v[v_stage.slot], w.context - tile * kKeys, own_barrier);
   };
 
   const Work first = take_work();
@@ -414,7 +230,7 @@ __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const in
     if (next.head < 0) {
       output();
       finish_output();
-      store_output<T, kHeadDim>(p, done, o, total, 64 * warpgroup + 16 * warp);
+      store_output<Out, kHeadDim>(p, done, o, total, v_scale, 64 * warpgroup + 16 * warp);
       break;
     }
     begin(next);
@@ -422,26 +238,31 @@ __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const in
     weigh(std::true_type{});
     finish_output();
     round_probs<T>(probs, s);
-    store_output<T, kHeadDim>(p, done, o, total, 64 * warpgroup + 16 * warp);
+    store_output<Out, kHeadDim>(p, done, o, total, v_scale, 64 * warpgroup + 16 * warp);
     for (float& x : o) x = 0;
   }
   // The turn that nobody will take: leave no arrival pending.
   if (warpgroup == 0) named_barrier_sync(my_turn, 256);
 }
 
-template <class T, int kHeadDim>
-__global__ void __launch_bounds__(kThreads, 1)
+template <class Out, class Cache, int kHeadDim>
+__global__ void __launch_bounds__(Roles<Cache>::kThreads, 1)
     paged_attention_prefill_sm90_kernel(const __grid_constant__ KernelParams p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using R = Roles<Cache>;
   extern __shared__ uint8_t shared_bytes[];
   auto& shared = *reinterpret_cast<Shared<kHeadDim>*>(shared_bytes +
                                                       (1024 - shared_address(shared_bytes) % 1024) % 1024);
   if (threadIdx.x == 0) {
-    for (const CUtensorMap* map : {&p.q, &p.k, &p.v}) prefetch_tensor_map(map);
+    prefetch_tensor_map(&p.q);
+    if (!R::kWidened) {
+      prefetch_tensor_map(&p.k);
+      prefetch_tensor_map(&p.v);
+    }
     constexpr int kReaders = 4 * kConsumers;  // warps
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&shared.k_full[i]), 1);
-      mbarrier_init(shared_address(&shared.v_full[i]), 1);
+      mbarrier_init(shared_address(&shared.k_full[i]), R::kLoaders);
+      mbarrier_init(shared_address(&shared.v_full[i]), R::kLoaders);
       mbarrier_init(shared_address(&shared.k_empty[i]), kReaders);
       mbarrier_init(shared_address(&shared.v_empty[i]), kReaders);
     }
@@ -451,22 +272,25 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       mbarrier_init(shared_address(&shared.work_full[i]), 1);
-      mbarrier_init(shared_address(&shared.work_empty[i]), kReaders + 2);
+      mbarrier_init(shared_address(&shared.work_empty[i]), kReaders + 2 * R::kLoaders);
     }
     mbarrier_init_fence();
   }
   __syncthreads();
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
   if (warpgroup == 0) {
-    set_max_registers_down<kLeanRegisters>();
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-    if (warp < 2)
-      copy_tiles<kHeadDim>(p, shared, warp == 0);
-    else if (warp == 2)
+    set_max_registers_down<R::kLean>();
+    if (warp == 2)
       deal_work<kHeadDim>(p.op, shared);
+    else if (warp < 2 && !R::kWidened)
+      copy_tiles<kHeadDim>(p, shared, warp == 0);
+  } else if (warpgroup <= kConsumers) {
+    set_max_registers_up<R::kWide>();
+    attend<Out, Cache, kHeadDim>(p, shared, warpgroup - 1);
   } else {
-    set_max_registers_up<kWideRegisters>();
-    attend<T, kHeadDim>(p, shared, warpgroup - 1);
+    set_max_registers_down<R::kLoading>();
+    widen_tiles<kHeadDim>(p, shared, warp < 2, warp % 2 * kKeys / 2);
   }
 #endif
 }
@@ -494,21 +318,28 @@ bool encode(CUtensorMap& map, const Params& p, const void* data, int64_t rows, i
                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <class T, int kHeadDim>
+template <class Out, class Cache, int kHeadDim>
 cudaError_t launch(const KernelParams& p, int num_sms, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared<kHeadDim>) + 1024;  // room to align
-  const auto kernel = paged_attention_prefill_sm90_kernel<T, kHeadDim>;
+  const auto kernel = paged_attention_prefill_sm90_kernel<Out, Cache, kHeadDim>;
   const cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return status;
   const int64_t tiles = std::min(p.op.num_tokens, p.op.num_tokens / kRows + p.op.batch) * p.op.num_q_heads;
-  kernel<<<std::min<int64_t>(num_sms, tiles), kThreads, kBytes, stream>>>(p);
+  kernel<<<std::min<int64_t>(num_sms, tiles), Roles<Cache>::kThreads, kBytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-template <class T>
+template <class Out, class Cache>
 cudaError_t launch(const KernelParams& p, int num_sms, cudaStream_t stream) {
-  return p.op.head_dim == 64 ? launch<T, 64>(p, num_sms, stream) : launch<T, 128>(p, num_sms, stream);
+  return p.op.head_dim == 64 ? launch<Out, Cache, 64>(p, num_sms, stream)
+                             : launch<Out, Cache, 128>(p, num_sms, stream);
+}
+
+template <class Out>
+cudaError_t launch(const KernelParams& p, int num_sms, cudaStream_t stream) {
+  return p.op.kv_dtype == DType::kFloat8E4M3 ? launch<Out, uint8_t>(p, num_sms, stream)
+                                             : launch<Out, Out>(p, num_sms, stream);
 }
 
 }  // namespace
@@ -519,8 +350,7 @@ cudaError_t launch_paged_attention_prefill_sm90(const Params& p, cudaStream_t st
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (!kBuilt || major != 9 || (p.head_dim != 64 && p.head_dim != 128) || p.kv_dtype != p.dtype)
-    return cudaErrorNotSupported;
+  if (!kBuilt || major != 9 || (p.head_dim != 64 && p.head_dim != 128)) return cudaErrorNotSupported;
   const bool paged = p.block_tables != nullptr;
   KernelParams kernel{.op = p,
                       .block_shift = 30,
@@ -532,12 +362,14 @@ cudaError_t launch_paged_attention_prefill_sm90(const Params& p, cudaStream_t st
     for (kernel.block_shift = 0; (int64_t{1} << kernel.block_shift) < p.block_size;) ++kernel.block_shift;
   }
   const int64_t rows = paged ? p.block_size : p.num_tokens, blocks = paged ? p.num_blocks : 1;
-  const bool encoded =
-      encode(kernel.q, p, p.q, p.num_tokens, p.num_q_heads, 1, p.q_stride_row, p.q_stride_head, 0, kRows) &&
-      encode(kernel.k, p, p.k, rows, p.num_kv_heads, blocks, p.k_stride_slot, p.k_stride_head,
-             p.k_stride_block, kernel.page_rows) &&
-      encode(kernel.v, p, p.v, rows, p.num_kv_heads, blocks, p.v_stride_slot, p.v_stride_head,
-             p.v_stride_block, kernel.page_rows);
+  bool encoded =
+      encode(kernel.q, p, p.q, p.num_tokens, p.num_q_heads, 1, p.q_stride_row, p.q_stride_head, 0, kRows);
+  if (p.kv_dtype == p.dtype)
+    encoded = encoded &&
+              encode(kernel.k, p, p.k, rows, p.num_kv_heads, blocks, p.k_stride_slot, p.k_stride_head,
+                     p.k_stride_block, kernel.page_rows) &&
+              encode(kernel.v, p, p.v, rows, p.num_kv_heads, blocks, p.v_stride_slot, p.v_stride_head,
+                     p.v_stride_block, kernel.page_rows);
   if (!encoded) return cudaErrorNotSupported;
   return p.dtype == DType::kBFloat16 ? launch<__nv_bfloat16>(kernel, num_sms, stream)
                                      : launch<__half>(kernel, num_sms, stream);

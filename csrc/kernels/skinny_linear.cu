@@ -10,7 +10,8 @@
 // bitwise the same with any other rows, and with any kTiles. The launcher takes the most rows a block (x is
 // read once a block) that still spread evenly over the multiprocessors. The weight's first loads are
 // prefetched into L2 while the previous kernel ends: L2 is coherent, so a weight that it writes is read
-// right. Each block also prefetches the rows of the block that is to follow it on its multiprocessor.
+// right. Where there are few waves of blocks, each also prefetches the rows of the one that is to follow it
+// on its multiprocessor; in a long run of them the other blocks keep the memory busy.
 //
 // Trusted: out overlaps no input (the caller), num_rows <= kSkinnyMaxRows (ops/skinny_linear.cpp).
 #include <algorithm>
@@ -26,6 +27,7 @@ namespace {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kStep = 32;              // of k, for a warp
 constexpr int kPrefetchBlocks = 1024;  // later ones start long after the previous kernel's end
+constexpr int kPrefetchWaves = 4;      // of blocks that prefetch for their followers
 
 /// Loads of a lane, in flight, and blocks a multiprocessor. Two tiles are for weights that fill it with three
 /// blocks at once.
@@ -56,7 +58,7 @@ __device__ void clear(Operand& to) { to[0] = to[1] = to[2] = to[3] = 0; }
 
 template <class T, int kTiles, bool kAligned>
 __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles))
-    skinny_linear_kernel(const SkinnyLinearParams p, int64_t rows_ahead) {
+    skinny_linear_kernel(const SkinnyLinearParams p, int64_t rows_ahead /* 0: no prefetch */) {
   constexpr int kUnroll = loads(kTiles) / kTiles;
   constexpr int kRows = 8 * kTiles;                      // of the weight
   constexpr int kPitch = kRows + (kTiles == 1 ? 0 : 8);  // no bank conflicts
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kTiles))
   wait_for_previous_grid();
   if constexpr (kAligned) {
     const int64_t ahead = first_n + rows_ahead;
-    if (threadIdx.x < kRows && ahead + threadIdx.x < p.n)
+    if (rows_ahead > 0 && threadIdx.x < kRows && ahead + threadIdx.x < p.n)
       prefetch_bulk(static_cast<const T*>(p.weight) + (ahead + threadIdx.x) * p.weight_stride_row,
                     p.k * sizeof(T));
   }
@@ -155,7 +157,8 @@ cudaError_t launch(const SkinnyLinearParams& p, int64_t num_sms, cudaStream_t st
   const auto kernel =
       aligned ? skinny_linear_kernel<T, kTiles, true> : skinny_linear_kernel<T, kTiles, false>;
   const dim3 blocks((p.n + 8 * kTiles - 1) / (8 * kTiles));
-  const int64_t rows_ahead = num_sms * blocks_per_sm(kTiles) * 8 * kTiles;
+  const int64_t wave = num_sms * blocks_per_sm(kTiles) * 8 * kTiles;  // rows of the weight
+  const int64_t rows_ahead = p.n <= kPrefetchWaves * wave ? wave : 0;
   return launch_pdl(kernel, blocks, kThreads, 0, stream, p, rows_ahead);
 }
 

@@ -165,6 +165,15 @@ def test_every_row_of_a_mixed_batch(block_size: int | None, head_dim: int) -> No
     batch.check(run(batch), list(range(len(lens))))
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 128], ids=str)
+@pytest.mark.parametrize("block_size", [16, 256], ids=str)
+def test_e4m3_in_a_mixed_batch(block_size: int, head_dim: int) -> None:
+    lens = [5, 0, 1, 127, 128, 129, 1000, 64, 3000, 255, 17, 400] * 4
+    q_lens = [5, 0, 1, 127, 128, 129, 1000, 1, 150, 128, 16, 257] * 4
+    batch = make(lens, q_lens, block_size=block_size, head_dim=head_dim, float8=True)
+    batch.check(run(batch), list(range(len(lens))))
+
+
 @pytest.mark.parametrize("block_size", [None, 16], ids=str)
 def test_one_long_prompt(block_size: int | None) -> None:
     batch = make([5003], [5003], num_kv_heads=1, block_size=block_size)

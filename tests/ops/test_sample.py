@@ -72,7 +72,7 @@ def test_tokens_of_the_reference(device: str, vocab: int, top_k: int, top_p: flo
 @pytest.mark.parametrize("vocab", [151936, 151937, 500003])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cuda_gives_the_tokens_of_cpu(vocab: int, dtype: torch.dtype) -> None:
-    """Peaked, usual and flat rows; 500,003 tokens do not fit the shared memory of a cluster."""
+    """Peaked, usual and flat rows; 500,003 tokens have an index entry for two steps."""
     torch.manual_seed(0)
     rows = 30
     logits = (torch.randn(rows, vocab) * torch.tensor([1e-3, 1.0, 3.0]).repeat(10)[:, None]).to(dtype)
@@ -131,13 +131,13 @@ def test_ties_at_the_border_are_kept(device: str) -> None:
         assert min(got) >= 250 and len(got) > 40, params
 
 
-@pytest.mark.parametrize("ties", [400, 600, 5000])
+@pytest.mark.parametrize("ties", [200, 400, 5000])
 def test_many_ties_at_the_border_are_kept(device: str, ties: int) -> None:
-    """Fewer and more than the 512 tokens that the CUDA operator gathers, spread over the vocabulary."""
+    """Fewer and more than the 256 tokens that the CUDA operator gathers, spread over the vocabulary."""
     logits = torch.zeros(300, 70001, device=device)
     logits[:, 11 :: 70001 // ties] = 30.0
     logits[:, 5] = 30.5
-    for params in ({"top_k": 2}, {"top_k": 300}, {"top_k": 7, "top_p": 0.5}):
+    for params in ({"top_k": 2}, {"top_k": 150}, {"top_k": 7, "top_p": 0.5}):
         got = sample(logits, torch.arange(300), **params)
         assert (logits.gather(1, got[:, None]) >= 30).all(), params
         assert len(set(got.tolist())) > 150, params

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# memcheck, racecheck and synccheck of every kernel on small shapes; a few minutes. From the repository's root, after a
+# build for this GPU:
+#
+#     bash benchmarks/sanitize.sh [tool ...]
+#
+# Only this project's kernels are instrumented. The shapes are those of tests: one call of every operator, then batches
+# that cross the borders of blocks, heads and sequences.
+set -u
+status=0
+tests=(
+  tests/ops/test_dispatcher.py::test_a_sample_changes_what_the_schema_says
+  tests/ops/test_paged_attention_decode_cuda.py::test_keys_beside_values
+  tests/ops/test_paged_attention_decode_cuda.py::test_graph_replay_after_changed_lengths
+  tests/ops/test_paged_attention_prefill_cuda.py::test_every_row_of_a_mixed_batch
+  tests/ops/test_paged_attention_prefill_cuda.py::test_e4m3_in_a_mixed_batch
+  tests/ops/test_sample.py::test_tokens_of_the_reference
+  tests/ops/test_sample.py::test_many_ties_at_the_border_are_kept
+  tests/ops/test_sample.py::test_masked_and_broken_logits
+  tests/ops/test_store_kv_cache.py
+)
+[ $# -gt 0 ] || set -- memcheck racecheck synccheck
+for name in "$@"; do
+  begin=$SECONDS
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 240 compute-sanitizer --tool "$name" --kernel-name kernel_substring=nanovllm \
+    --error-exitcode 9 --print-limit 5 python3 -m pytest -q -m gpu -p no:cacheprovider "${tests[@]}" || status=1
+  echo "== $name: $((SECONDS - begin)) s, status $status"
+done
+exit $status

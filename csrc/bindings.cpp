@@ -44,7 +44,8 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
   // A whole decode step for a few rows, from token ids to logits, in one launch. CUDA only.
   m.def(
       "decoder_step(Tensor(a!) logits, Tensor(b!) workspace, Tensor(c!) kv_cache, Tensor token_ids, Tensor "
-      "block_tables, Tensor context_lens, Tensor layers, Tensor embedding, Tensor norm, Tensor lm_head, Tensor "
+      "block_tables, Tensor context_lens, Tensor layers, Tensor embedding, Tensor norm, Tensor lm_head, "
+      "Tensor "
       "cos_sin, int num_q_heads, int intermediate_size, float eps) -> ()");
   // One token per row: temperature, min-p, top-k, top-p, Gumbel-max with a counter-based generator.
   m.def(

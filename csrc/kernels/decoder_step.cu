@@ -1,4 +1,5 @@
-// logits = decoder(token_ids): embedding, all layers over the paged cache, last norm and head, for at most 8 rows.
+// logits = decoder(token_ids): embedding, all layers over the paged cache, last norm and head, for at most 8
+// rows.
 //
 // A block a multiprocessor, all resident (a cooperative launch). Eight warps compute; three stream this
 // block's share of all weights through shared memory, ahead of every wait (decoder_step_stream.cuh); one
@@ -24,8 +25,8 @@ namespace step {
 namespace {
 
 constexpr int kAllThreads = kThreads + 32 * kStreamWarps + 32;  // and the clearing warp
-constexpr int kComputeRegisters = 216, kOtherRegisters = 72;  // two warpgroups and one: 168 on average
-constexpr int kMaxTiles = 8;                // of 8 hidden elements, that a block owns
+constexpr int kComputeRegisters = 216, kOtherRegisters = 72;    // two warpgroups and one: 168 on average
+constexpr int kMaxTiles = 8;                                    // of 8 hidden elements, that a block owns
 constexpr int kMaxSlots = 16;
 constexpr int kMaxRotaryDim = 128;
 constexpr int kPrefetched = 256;  // tokens of a block's context
@@ -100,10 +101,16 @@ struct Step {
   const float inverse_hidden;
 
   __device__ Step(const DecoderStepParams& p, Smem<kDim>& smem, const DecoderStepLayer* layers)
-      : p(p), smem(smem), layers(layers), at(p, gridDim.x),
-        qkv_size((p.num_q_heads + 2 * p.num_kv_heads) * kDim), q_size(p.num_q_heads * kDim),
-        qkv_tiles(num_tiles(qkv_size / 16)), hidden_tiles(num_tiles(p.hidden / 8)),
-        active_tiles(num_tiles(p.intermediate / 8)), head_tiles(num_tiles((p.vocab + 15) / 16)),
+      : p(p),
+        smem(smem),
+        layers(layers),
+        at(p, gridDim.x),
+        qkv_size((p.num_q_heads + 2 * p.num_kv_heads) * kDim),
+        q_size(p.num_q_heads * kDim),
+        qkv_tiles(num_tiles(qkv_size / 16)),
+        hidden_tiles(num_tiles(p.hidden / 8)),
+        active_tiles(num_tiles(p.intermediate / 8)),
+        head_tiles(num_tiles((p.vocab + 15) / 16)),
         inverse_hidden(1.0f / static_cast<float>(p.hidden)) {}
 
   __device__ uint32_t* set(int layer) const { return p.workspace + (layer & 1) * at.set; }
@@ -126,9 +133,14 @@ struct Step {
       if (!is_mlp && !is_head) prefetch_small(half / 2);
       const void* wide = is_head ? p.lm_head : is_mlp ? w.gate_up : w.qkv;
       const int outputs = is_head ? p.vocab : is_mlp ? 2 * p.intermediate : qkv_size;
-      to.matrix<16>(p.hidden, is_head ? head_tiles : is_mlp ? active_tiles : qkv_tiles, [&](int i, int part) {
-        return eight(wide, p.hidden, is_mlp ? i + part * (p.intermediate / 8) : 2 * i + part, outputs);
-      });
+      to.matrix<16>(p.hidden,
+                    is_head  ? head_tiles
+                    : is_mlp ? active_tiles
+                             : qkv_tiles,
+                    [&](int i, int part) {
+                      return eight(wide, p.hidden, is_mlp ? i + part * (p.intermediate / 8) : 2 * i + part,
+                                   outputs);
+                    });
       if (is_head) return;
       const void* narrow = is_mlp ? w.down : w.o;
       const int depth = is_mlp ? p.intermediate : q_size;
@@ -150,10 +162,10 @@ struct Step {
   // The clearing warp
 
   /// Clears, layer by layer, what this block published a layer ago. When a block has seen all of a layer's
-  /// attention, every block has published its part of q, k and v for it, so has read the whole residual stream
-  /// after the layer before, so all of that layer has been read. What is cleared is in use again in the layer
-  /// after this one, which no block enters before this block has published its part of this one's result; and
-  /// that waits for the fence.
+  /// attention, every block has published its part of q, k and v for it, so has read the whole residual
+  /// stream after the layer before, so all of that layer has been read. What is cleared is in use again in
+  /// the layer after this one, which no block enters before this block has published its part of this one's
+  /// result; and that waits for the fence.
   __device__ void clear() const {
     prefetch_context(0);
 #pragma unroll 1
@@ -181,7 +193,8 @@ struct Step {
     if (blockIdx.x >= smem.split.first_item[p.rows]) return;
     const Item item(smem.split, blockIdx.x, p.rows, p.num_kv_heads);
     const int32_t* table = p.block_tables + item.row * p.table_stride_row;
-    const bf16* keys = static_cast<const bf16*>(p.kv_cache) + layer * p.stride_layer + item.head * p.stride_head;
+    const bf16* keys =
+        static_cast<const bf16*>(p.kv_cache) + layer * p.stride_layer + item.head * p.stride_head;
     const int end = min(min(item.end, item.newest()), item.begin + kPrefetched);
 #pragma unroll 1
     for (int token = item.begin + threadIdx.x % 32; token < end; token += 32) {
@@ -202,7 +215,8 @@ struct Step {
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < tiles * kRows * words; i += 32) {
       const int word = i % words, row = i / words % kRows, n = i / words / kRows;
-      if (row < rows) publish(buffer + (static_cast<int64_t>(row) * width + tile_of(n) * tile) / 2 + word, kAbsent);
+      if (row < rows)
+        publish(buffer + (static_cast<int64_t>(row) * width + tile_of(n) * tile) / 2 + word, kAbsent);
     }
   }
   __device__ void clear_attention(uint32_t* buffers) const {
@@ -211,7 +225,8 @@ struct Step {
     for (int number = blockIdx.x; number < items; number += gridDim.x) {
       const Item item(smem.split, number, p.rows, p.num_kv_heads);
       if (item.part == 0)
-        clear_words(buffers + at.attention + (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group) * (kDim / 2),
+        clear_words(buffers + at.attention +
+                        (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group) * (kDim / 2),
                     group * kDim / 2);
       if (smem.split.parts[item.row] > 1)
         clear_words(buffers + at.partials + static_cast<int64_t>(number) * group * (kDim + kHeadPad),
@@ -239,7 +254,10 @@ struct Step {
       const void* norm = is_head ? p.norm : is_mlp ? w.post_norm : w.input_norm;
       const uint32_t* residual = is_mlp ? buffers + at.middle : residual_after(l - 1);
       multiply<16>(
-          c, p.hidden, is_head ? head_tiles : is_mlp ? active_tiles : qkv_tiles,
+          c, p.hidden,
+          is_head  ? head_tiles
+          : is_mlp ? active_tiles
+                   : qkv_tiles,
           [&](int) {
             fetch_normed(c, residual, norm, p.hidden, inverse_hidden, p.eps);
             if (is_head) named_barrier_arrive(kReset, kThreads + 32);
@@ -305,7 +323,8 @@ struct Step {
     TokenOffsets tokens = first;
 #pragma unroll 1
     for (int i = blockIdx.x; i < items; i += gridDim.x) {
-      if (i != first_item.number) item = Item(smem.split, i, p.rows, p.num_kv_heads), tokens = first_tokens(c, item);
+      if (i != first_item.number)
+        item = Item(smem.split, i, p.rows, p.num_kv_heads), tokens = first_tokens(c, item);
       attend<kDim>(c, p, layer, item, tokens, smem.cos_sin, smem.attention);
     }
     item = first_item;
@@ -323,8 +342,8 @@ struct Step {
     for (int i = threadIdx.x; i < count * 4 * kR; i += kThreads)
       if (i / 4 % kR < p.rows) f(i / 4 / kR, i % 4 * 2, i / 4 % kR);
   }
-  /// f(tile, weight row m, batch row n, sum, whether there is such an element), neighbours in m in neighbouring
-  /// lanes; whole warps call it.
+  /// f(tile, weight row m, batch row n, sum, whether there is such an element), neighbours in m in
+  /// neighbouring lanes; whole warps call it.
   template <int kTileRows, class F>
   __device__ void for_sums(int count, const float* sums, F const& f) const {
     const int elements = count * kTileRows * kR;
@@ -345,7 +364,8 @@ struct Step {
         publish(to + (static_cast<int64_t>(n) * qkv_size + column) / 2, pack_pair<bf16>(x, next));
     });
   }
-  __device__ void emit_residual(int first, int count, const float* sums, uint32_t* to, const void* bias) const {
+  __device__ void emit_residual(int first, int count, const float* sums, uint32_t* to,
+                                const void* bias) const {
     for_sums<8>(count, sums, [&](int i, int m, int n, float x, bool has) {
       if (has) x += bias_at(bias, tile_of(first + i) * 8 + m);
       x = rounded(x);
@@ -398,11 +418,13 @@ __global__ void __launch_bounds__(kAllThreads, 1)
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.rows * p.rotary_dim; i += kAllThreads) {
     const int row = i / p.rotary_dim;
-    const int64_t position = min(max(static_cast<int64_t>(p.context_lens[row]) - 1, int64_t{0}), p.max_pos - 1);
+    const int64_t position =
+        min(max(static_cast<int64_t>(p.context_lens[row]) - 1, int64_t{0}), p.max_pos - 1);
     smem.cos_sin[i] = p.cos_sin[position * p.rotary_dim + i % p.rotary_dim];
   }
   if (threadIdx.x < p.rows)
-    smem.token[threadIdx.x] = min(max(p.token_ids[threadIdx.x], int64_t{0}), static_cast<int64_t>(p.vocab) - 1);
+    smem.token[threadIdx.x] =
+        min(max(p.token_ids[threadIdx.x], int64_t{0}), static_cast<int64_t>(p.vocab) - 1);
   __syncthreads();
 
   const Step<kDim, kR> step(p, smem, layers);
@@ -438,8 +460,10 @@ int num_blocks(const DecoderStepParams& p, int num_sms) {
 
 template <int kDim, int kR>
 cudaError_t launch(const DecoderStepParams& p, int blocks, cudaStream_t stream) {
-  const int ring = Layout::of<kDim, kR>(p).ring, slots = std::min((kSmemLimit - ring) / kSlotBytes, kMaxSlots);
-  if (slots < kStreamWarps || (p.hidden / 8 + blocks - 1) / blocks > kMaxTiles) return cudaErrorInvalidConfiguration;
+  const int ring = Layout::of<kDim, kR>(p).ring,
+            slots = std::min((kSmemLimit - ring) / kSlotBytes, kMaxSlots);
+  if (slots < kStreamWarps || (p.hidden / 8 + blocks - 1) / blocks > kMaxTiles)
+    return cudaErrorInvalidConfiguration;
   const auto kernel = decoder_step_kernel<kDim, kR>;
   const int bytes = ring + slots * kSlotBytes;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -11,7 +11,7 @@ namespace nanovllm {
 
 constexpr int kDecoderStepMaxRows = 8;
 constexpr int kDecoderStepMaxHidden = 4096;
-constexpr int kDecoderStepMaxGroup = 8;     // query heads of a KV head
+constexpr int kDecoderStepMaxGroup = 8;  // query heads of a KV head
 constexpr int kDecoderStepMaxLayers = 128;
 
 /// The weights of a layer, bfloat16, contiguous, aligned to 16 bytes: a row of `layers` as 64-bit addresses.
@@ -32,12 +32,12 @@ struct DecoderStepLayer {
 constexpr int64_t kDecoderStepPointers = sizeof(DecoderStepLayer) / sizeof(void*);
 
 struct DecoderStepParams {
-  void* __restrict__ logits;                 // [rows, vocab], contiguous
-  uint32_t* __restrict__ workspace;          // [workspace_numel], all ones before the first launch
-  void* kv_cache;                            // [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
-  const int64_t* __restrict__ token_ids;     // [rows]
-  const int32_t* __restrict__ block_tables;  // [rows, max_blocks]
-  const int32_t* __restrict__ context_lens;  // [rows], this step's token included; 0: padding
+  void* __restrict__ logits;              // [rows, vocab], contiguous
+  uint32_t* __restrict__ workspace;       // [workspace_numel], all ones before the first launch
+  void* kv_cache;                         // [2, num_layers, num_blocks, block_size, num_kv_heads, head_dim]
+  const int64_t* __restrict__ token_ids;  // [rows]
+  const int32_t* __restrict__ block_tables;     // [rows, max_blocks]
+  const int32_t* __restrict__ context_lens;     // [rows], this step's token included; 0: padding
   const DecoderStepLayer* __restrict__ layers;  // [num_layers]
   const void* __restrict__ embedding;           // [vocab, hidden]
   const void* __restrict__ norm;                // [hidden]

@@ -4,8 +4,9 @@
 // A work item is a row, a KV head and a part of the context; items are shared out over the blocks, so many
 // parts that all blocks have one. A warp takes 16 tokens at a time: keys and values travel from global memory
 // to registers, the first while the block still waits for its queries (tokens of earlier steps are in the
-// cache), the next during the arithmetic of these, and are mma operands there: scores are keys (M) times queries of the group (N), results are values, transposed
-// in registers (M), times probabilities (N). Where a context has several parts, the block of part 0 combines.
+// cache), the next during the arithmetic of these, and are mma operands there: scores are keys (M) times
+// queries of the group (N), results are values, transposed in registers (M), times probabilities (N). Where a
+// context has several parts, the block of part 0 combines.
 #pragma once
 #include <cmath>
 
@@ -14,10 +15,10 @@
 namespace nanovllm::kernels::step {
 
 constexpr int kMaxGroup = kDecoderStepMaxGroup;
-constexpr int kMinPart = 64;           // tokens of a context, at least, that are worth another block
-constexpr int kPass = 16 * kWarps;     // tokens that a block takes at a time
-constexpr int kCombined = 8;           // parts that a thread loads at a time
-constexpr int kHeadPad = 4;            // floats after a head of a partial result: maximum, sum, two unused
+constexpr int kMinPart = 64;        // tokens of a context, at least, that are worth another block
+constexpr int kPass = 16 * kWarps;  // tokens that a block takes at a time
+constexpr int kCombined = 8;        // parts that a thread loads at a time
+constexpr int kHeadPad = 4;         // floats after a head of a partial result: maximum, sum, two unused
 constexpr float kLog2E = 1.4426950408889634f;
 
 /// How the rows' contexts are cut, made by every block from the lengths alone.
@@ -110,8 +111,8 @@ __device__ void load_tokens(TokenRows<kDim>& to, const bf16* from, const TokenOf
     for (int s = 0; s < kDim / 32; ++s)
       if (tokens.has[side]) load_global(to[s][side], from + tokens.at[side] + s * 32);
 }
-/// The newest token, which is not in the cache yet, in place of tokens that `load_tokens` has left out: itself,
-/// and those past the context, which then are finite at least (the cache may hold NaN there).
+/// The newest token, which is not in the cache yet, in place of tokens that `load_tokens` has left out:
+/// itself, and those past the context, which then are finite at least (the cache may hold NaN there).
 template <int kDim>
 __device__ void load_newest(TokenRows<kDim>& to, const bf16 (&from)[kDim], const bool (&has)[2]) {
 #pragma unroll
@@ -183,8 +184,9 @@ struct AttentionLayer {
 /// An item of a layer: a partial result published, or the result where the context is whole. `first`: the
 /// lane's tokens of the first pass.
 template <int kDim, int kR>
-__device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const AttentionLayer& layer, const Item& item,
-                       const TokenOffsets& first, const float* cos_sin, AttentionSmem<kDim>& smem) {
+__device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const AttentionLayer& layer,
+                       const Item& item, const TokenOffsets& first, const float* cos_sin,
+                       AttentionSmem<kDim>& smem) {
   constexpr int kSteps = kDim / 32;
   const int group = p.num_q_heads / p.num_kv_heads, g = c.lane / 4, t = c.lane % 4;
   const int32_t* table = p.block_tables + item.row * p.table_stride_row;
@@ -206,8 +208,11 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
     const int head = is_q   ? item.head * group + job
                      : is_k ? p.num_q_heads + item.head
                             : p.num_q_heads + p.num_kv_heads + item.head;
-    prepare_head<kDim>(to, qkv, head, is_q ? layer.q_norm : is_k ? layer.k_norm : nullptr, is_q || is_k,
-                       angles, p.rotary_dim, p.eps, sums + c.warp * kDim);
+    prepare_head<kDim>(to, qkv, head,
+                       is_q   ? layer.q_norm
+                       : is_k ? layer.k_norm
+                              : nullptr,
+                       is_q || is_k, angles, p.rotary_dim, p.eps, sums + c.warp * kDim);
     if (is_q || item.len == 0) continue;
     const int64_t block = table[last >> p.block_shift];
     if (block < 0) continue;
@@ -221,8 +226,7 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
   uint32_t q[kSteps][4] = {};
   if (g < group) {
 #pragma unroll
-    for (int s = 0; s < kSteps; ++s)
-      load_shared(q[s], shared_address(&smem.q[g][s * 32 + t * 8]));
+    for (int s = 0; s < kSteps; ++s) load_shared(q[s], shared_address(&smem.q[g][s * 32 + t * 8]));
   }
   const float scale = rsqrtf(static_cast<float>(kDim)) * kLog2E;
   float maximum[2] = {-INFINITY, -INFINITY}, weight[2] = {}, out[kSteps][2][4] = {};
@@ -326,11 +330,14 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
       }
       if (item.parts == 1) {
         const float norm = sum > 0 ? 1.0f / sum : 0.0f;
-        publish(layer.out + (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group + first + head) *
-                                (kDim / 2) + d / 2,
+        publish(layer.out +
+                    (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group + first + head) *
+                        (kDim / 2) +
+                    d / 2,
                 pack_pair<bf16>(x * norm, y * norm));
       } else {
-        uint32_t* to = layer.partials + (static_cast<int64_t>(item.number) * group + first + head) * (kDim + kHeadPad);
+        uint32_t* to =
+            layer.partials + (static_cast<int64_t>(item.number) * group + first + head) * (kDim + kHeadPad);
         publish(to + d, x, y);
         if (d == 0) publish(to + kDim, most, sum);
       }
@@ -346,8 +353,10 @@ __device__ void combine(const DecoderStepParams& p, const AttentionLayer& layer,
 #pragma unroll 1
   for (int i = threadIdx.x; i < group * kDim / 2; i += kThreads) {
     const int head = i / (kDim / 2), d = i % (kDim / 2) * 2;
-    const uint32_t* from = layer.partials + (static_cast<int64_t>(item.number) * group + head) * (kDim + kHeadPad);
-    const int64_t stride = static_cast<int64_t>(p.num_kv_heads) * group * (kDim + kHeadPad);  // to the next part
+    const uint32_t* from =
+        layer.partials + (static_cast<int64_t>(item.number) * group + head) * (kDim + kHeadPad);
+    const int64_t stride =
+        static_cast<int64_t>(p.num_kv_heads) * group * (kDim + kHeadPad);  // to the next part
     float most = -INFINITY, sum = 0, x = 0, y = 0;
 #pragma unroll 1
     for (int first = 0; first < parts; first += kCombined) {
@@ -374,7 +383,9 @@ __device__ void combine(const DecoderStepParams& p, const AttentionLayer& layer,
       }
     }
     const float norm = sum > 0 ? 1.0f / sum : 0.0f;
-    publish(layer.out + (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group + head) * (kDim / 2) + d / 2,
+    publish(layer.out +
+                (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group + head) * (kDim / 2) +
+                d / 2,
             pack_pair<bf16>(x * norm, y * norm));
   }
 }

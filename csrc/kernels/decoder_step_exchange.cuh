@@ -36,7 +36,10 @@ __device__ inline void peek(uint32_t (&x)[4], const uint32_t* from) {
                : "memory");
 }
 __device__ inline void peek(uint32_t (&x)[2], const uint32_t* from) {
-  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "l"(from) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];"
+               : "=r"(x[0]), "=r"(x[1])
+               : "l"(from)
+               : "memory");
 }
 __device__ inline void peek(uint32_t (&x)[1], const uint32_t* from) {
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(x[0]) : "l"(from) : "memory");

@@ -89,7 +89,8 @@ __device__ float fetch_activations(const Consumer<kR>& c, const uint32_t* from, 
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int i = base + 32 * j;
-      if (i < count) c.vector(c.template step_of<kTile>(i), i) = make_uint4(x[j][0], x[j][1], x[j][2], x[j][3]);
+      if (i < count)
+        c.vector(c.template step_of<kTile>(i), i) = make_uint4(x[j][0], x[j][1], x[j][2], x[j][3]);
       if (kTile == 8) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -104,8 +105,8 @@ __device__ float fetch_activations(const Consumer<kR>& c, const uint32_t* from, 
 
 /// x / rms(x) * weight of vectors [rows, depth], depth <= kDepth, to `activations`, rounded as rms_norm does.
 template <int kR>
-__device__ void fetch_normed(Consumer<kR>& c, const uint32_t* from, const void* weight, int depth, float inverse_depth,
-                             float eps) {
+__device__ void fetch_normed(Consumer<kR>& c, const uint32_t* from, const void* weight, int depth,
+                             float inverse_depth, float eps) {
   constexpr int kTile = 16, kVectors = Consumer<kR>::kVectors;
   const int count = c.template num_vectors<kTile>(depth);
   uint32_t w[kVectors][4];  // the first ones, under the wait for x
@@ -161,7 +162,8 @@ __device__ inline float total(const float* sums, int tile, int m, int n) {
 /// Products of the next kCount slots, of as many tiles, with the activations at `x_at`, added to `acc`. All
 /// loads come before the products: few instructions wait.
 template <int kTile, int kCount, int kR>
-__device__ void multiply_slots(Consumer<kR>& c, float (&acc)[kGroup][4][4], uint32_t weight_offset, uint32_t x_at) {
+__device__ void multiply_slots(Consumer<kR>& c, float (&acc)[kGroup][4][4], uint32_t weight_offset,
+                               uint32_t x_at) {
   using S = Slot<kTile>;
   constexpr int kSides = kTile / 8;
   uint32_t w[kCount][S::kSteps][kSides][4], x[S::kSteps][4];
@@ -174,7 +176,8 @@ __device__ void multiply_slots(Consumer<kR>& c, float (&acc)[kGroup][4][4], uint
 #pragma unroll
     for (int j = 0; j < S::kSteps; ++j)
 #pragma unroll
-      for (int side = 0; side < kSides; ++side) load_shared(w[i][j][side], at + j * 64 + side * 8 * S::kPitch);
+      for (int side = 0; side < kSides; ++side)
+        load_shared(w[i][j][side], at + j * 64 + side * 8 * S::kPitch);
     if (i + 1 < kCount) c.ring.advance();
   }
 #pragma unroll
@@ -183,7 +186,7 @@ __device__ void multiply_slots(Consumer<kR>& c, float (&acc)[kGroup][4][4], uint
     for (int half = 0; half < 4; half += 2)
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        const uint32_t(&low)[4] = w[i][j][0], (&high)[4] = w[i][j][kSides - 1];
+        const uint32_t (&low)[4] = w[i][j][0], (&high)[4] = w[i][j][kSides - 1];
         const uint32_t a[4] = {low[half], kSides == 2 ? high[half] : 0, low[half + 1],
                                kSides == 2 ? high[half + 1] : 0};
         mma_16816<bf16>(acc[i][(2 * j + half / 2) % 4], a, x[j][half], x[j][half + 1]);
@@ -192,8 +195,8 @@ __device__ void multiply_slots(Consumer<kR>& c, float (&acc)[kGroup][4][4], uint
   c.ring.release_last(kCount);
 }
 
-/// This block's `tiles` of a matrix times `activations`. `fetch(block)` puts the columns from `block` on there;
-/// `emit(first, count, sums)` takes the sums of tiles first .. first + count.
+/// This block's `tiles` of a matrix times `activations`. `fetch(block)` puts the columns from `block` on
+/// there; `emit(first, count, sums)` takes the sums of tiles first .. first + count.
 template <int kTile, int kR, class Fetch, class Emit>
 __device__ void multiply(Consumer<kR>& c, int depth, int tiles, Fetch const& fetch, Emit const& emit) {
   using S = Slot<kTile>;
@@ -210,7 +213,8 @@ __device__ void multiply(Consumer<kR>& c, int depth, int tiles, Fetch const& fet
       if (first == 0 || depth > kDepth) fetch(block);
       uint32_t x_at = x_lane;
 #pragma unroll 1
-      for (int k = block; k < min(block + kDepth, depth); k += S::kSlotDepth, x_at += kWarps * S::kSteps * kR * 64) {
+      for (int k = block; k < min(block + kDepth, depth);
+           k += S::kSlotDepth, x_at += kWarps * S::kSteps * kR * 64) {
         static_assert(kGroup == 3);
         if (count == 3)
           multiply_slots<kTile, 3>(c, acc, weight_offset, x_at);

@@ -16,8 +16,8 @@ using bf16 = __nv_bfloat16;
 constexpr int kWarps = 8;              // that compute
 constexpr int kThreads = 32 * kWarps;  // that compute
 constexpr int kStreamWarps = 3;
-constexpr int kDepth = 4096;           // columns of a matrix, whose activations are in shared memory at a time
-constexpr int kGroup = 3;              // tiles that are summed up together
+constexpr int kDepth = 4096;  // columns of a matrix, whose activations are in shared memory at a time
+constexpr int kGroup = 3;     // tiles that are summed up together
 
 /// A slot holds part of a tile: kTile rows of a matrix, `kSlotDepth` columns. Neighbouring rows are 64 bytes
 /// apart modulo 128, so that 8 lanes reading two rows meet all banks.
@@ -89,7 +89,8 @@ struct Streamer {
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   }
 
-  /// Copies this block's `tiles` of a matrix with `depth` columns; `rows(tile, i)`: rows 8 i .. 8 i + 7 of one.
+  /// Copies this block's `tiles` of a matrix with `depth` columns; `rows(tile, i)`: rows 8 i .. 8 i + 7 of
+  /// one.
   template <int kTile, class Rows>
   __device__ void matrix(int depth, int tiles, Rows const& rows) {
     using S = Slot<kTile>;

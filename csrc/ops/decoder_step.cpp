@@ -18,8 +18,8 @@ void check_weight(const char* op, const char* arg, const Tensor& t, std::initial
 }
 
 void check_range(const char* op, const char* arg, int64_t value, int64_t most, int64_t factor) {
-  check(value > 0 && value <= most && value % factor == 0, op, arg, "expected a multiple of ", factor, " up to ",
-        most, ", got ", value);
+  check(value > 0 && value <= most && value % factor == 0, op, arg, "expected a multiple of ", factor,
+        " up to ", most, ", got ", value);
 }
 
 }  // namespace
@@ -28,9 +28,9 @@ void decoder_step(Tensor logits, Tensor workspace, Tensor kv_cache, Tensor token
                   Tensor context_lens, Tensor layers, Tensor embedding, Tensor norm, Tensor lm_head,
                   Tensor cos_sin, int64_t num_q_heads, int64_t intermediate_size, double eps) {
   constexpr auto kOp = "decoder_step";
-  Dim rows{"rows"}, vocab{"vocab_size"}, hidden{"hidden_size"}, num_layers{"num_layers"}, blocks{"num_blocks"},
-      block_size{"block_size"}, kv_heads{"num_kv_heads"}, head_dim{"head_dim"}, max_blocks{"max_blocks"},
-      max_pos{"max_pos"}, rotary_dim{"rotary_dim"}, numel{"workspace_numel"};
+  Dim rows{"rows"}, vocab{"vocab_size"}, hidden{"hidden_size"}, num_layers{"num_layers"},
+      blocks{"num_blocks"}, block_size{"block_size"}, kv_heads{"num_kv_heads"}, head_dim{"head_dim"},
+      max_blocks{"max_blocks"}, max_pos{"max_pos"}, rotary_dim{"rotary_dim"}, numel{"workspace_numel"};
   check_shape(kOp, "token_ids", token_ids, {rows});
   check_shape(kOp, "context_lens", context_lens, {rows});
   check_shape(kOp, "block_tables", block_tables, {rows, max_blocks});
@@ -60,21 +60,22 @@ void decoder_step(Tensor logits, Tensor workspace, Tensor kv_cache, Tensor token
   check_dtype(kOp, "workspace", workspace, ScalarType::Int);
   check_contiguous(kOp, "workspace", workspace);
 
-  check(rows.value <= kDecoderStepMaxRows, kOp, "token_ids", "expected at most ", kDecoderStepMaxRows, " rows, got ",
-        rows.value);
+  check(rows.value <= kDecoderStepMaxRows, kOp, "token_ids", "expected at most ", kDecoderStepMaxRows,
+        " rows, got ", rows.value);
   check(head_dim.value == 64 || head_dim.value == 128, kOp, "kv_cache", "expected head_dim 64 or 128, got ",
         head_dim.value);
   check_range(kOp, "hidden_size", hidden.value, kDecoderStepMaxHidden, 8);
   check_range(kOp, "intermediate_size", intermediate_size, INT32_MAX / 2, 8);
   check(kv_heads.value > 0 && num_q_heads > 0 && num_q_heads % kv_heads.value == 0 &&
             num_q_heads / kv_heads.value <= kDecoderStepMaxGroup,
-        kOp, "num_q_heads", "expected 1 to ", kDecoderStepMaxGroup, " times num_kv_heads = ", kv_heads.value, ", got ",
-        num_q_heads);
+        kOp, "num_q_heads", "expected 1 to ", kDecoderStepMaxGroup, " times num_kv_heads = ", kv_heads.value,
+        ", got ", num_q_heads);
   check(num_layers.value >= 2 && num_layers.value <= kDecoderStepMaxLayers, kOp, "layers", "expected 2 to ",
         kDecoderStepMaxLayers, " layers, got ", num_layers.value);
-  check(max_pos.value > 0 && rotary_dim.value > 0 && rotary_dim.value % 2 == 0 && rotary_dim.value <= head_dim.value,
-        kOp, "cos_sin", "expected at least a row, of an even rotary_dim up to head_dim = ", head_dim.value, ", got ",
-        shape(cos_sin));
+  check(max_pos.value > 0 && rotary_dim.value > 0 && rotary_dim.value % 2 == 0 &&
+            rotary_dim.value <= head_dim.value,
+        kOp, "cos_sin", "expected at least a row, of an even rotary_dim up to head_dim = ", head_dim.value,
+        ", got ", shape(cos_sin));
   check_block_size(kOp, "kv_cache", block_size.value);
   if (rows.value == 0) return;
   const DecoderStepParams p{
@@ -110,7 +111,8 @@ void decoder_step(Tensor logits, Tensor workspace, Tensor kv_cache, Tensor token
       .eps = static_cast<float>(eps),
   };
   const int64_t needed = kernels::decoder_step_workspace_numel(logits.get_device_index(), p);
-  check(numel.value >= needed, kOp, "workspace", "expected at least ", needed, " elements, got ", numel.value);
+  check(numel.value >= needed, kOp, "workspace", "expected at least ", needed, " elements, got ",
+        numel.value);
   NV_RUN(decoder_step, p, logits);
 }
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from nanovllm.layers import decode_linear, linear
+from nanovllm.models import decoder
 from nanovllm.models.decoder import DecoderForCausalLM
 from tests.loader.test_weights import load
 from tests.models.paged import PagedModel
@@ -64,6 +66,21 @@ def test_prefill_then_decode(tmp_path, architecture, overrides):
         torch.testing.assert_close(sequence_rows, expected, **TOLERANCE)
         assert expected[-NUM_DECODE - 1 : -1].argmax(-1).tolist() == sequence[-NUM_DECODE:]
         assert len(set(sequence[-NUM_DECODE:])) > 2, "a model that repeats itself shows little"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_products_that_take_the_norms_along(tmp_path, architecture, monkeypatch):
+    """What Hopper runs for few tokens, by the operators' CPU side."""
+    for module in (decode_linear, linear, decoder):
+        monkeypatch.setattr(module, "is_decode_product", lambda num_tokens, weight: weight.shape[0] % 8 == 0)
+    theirs, ours = make(tmp_path, architecture)
+    paged = PagedModel(ours, BLOCK_SIZE)
+    sequences = make_prompts()
+    rows = paged.step(prefills=enumerate(sequences)).split(PROMPT_LENGTHS)
+    decoded = paged.step(decodes=[(seq, [5]) for seq in range(len(sequences))])
+    for sequence, sequence_rows, row in zip(sequences, rows, decoded):
+        expected = dense_logits(theirs, [*sequence, 5])
+        torch.testing.assert_close(torch.cat((sequence_rows, row[None])), expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -67,4 +67,9 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
   m.def("skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()");
   // The same with the weight as the rows of a GGUF file: Q4_0, Q4_1 or Q8_0 blocks of bytes.
   m.def("skinny_linear_gguf(Tensor(a!) out, Tensor x, Tensor weight, int quant_type, Tensor? bias) -> ()");
+  // Sum of x over the ranks of a host, by peer memory; with a residual: added to it, then RMS norm. CUDA
+  // only.
+  m.def(
+      "all_reduce(Tensor(a!) out, Tensor(b!)? residual, Tensor x, Tensor? weight, float eps, Tensor peers, "
+      "Tensor(c!) state, int rank, int slot_bytes, int shared_bytes, bool two_shot) -> ()");
 }

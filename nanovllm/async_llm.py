@@ -15,6 +15,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.build import build_engine
 from nanovllm.engine.llm_engine import Prompt, Request, StepResult
 from nanovllm.outputs import RequestOutput
+from nanovllm.parallel.progress import WorkerError
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.token_stream import NewToken, TokenStream
 
@@ -284,6 +285,7 @@ class AsyncLLM:
                     if command := self._commands.get():
                         command()
             self._end_streams(EngineStopped(f"AsyncLLM: the engine {ending}"))
+            self.engine.close()
 
     @property
     def _may_step(self) -> bool:
@@ -348,8 +350,8 @@ def _post(loop: asyncio.AbstractEventLoop, call: Callable[[Any], None], item: An
 
 
 def _is_fatal(error: BaseException) -> bool:
-    """A CUDA error other than a lack of memory: the process cannot use its GPU any more."""
-    return "CUDA error" in str(error)
+    """A CUDA error other than a lack of memory: the process cannot use its GPU any more; or another rank failed."""
+    return "CUDA error" in str(error) or isinstance(error, WorkerError)
 
 
 def _check_request_id(request_id: Any) -> None:

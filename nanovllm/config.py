@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 DEVICES = ("auto", "cuda", "cpu")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -33,7 +36,7 @@ class EngineConfig:
     device: str = _doc("auto, cuda or cpu", "auto")
     dtype: str = _doc("auto (from the checkpoint), bfloat16, float16 or float32", "auto")
     kv_cache_dtype: str = _doc("auto (the model's dtype) or fp8_e4m3", "auto")
-    tensor_parallel_size: int = _doc("number of GPUs that share the model", 1)
+    tensor_parallel_size: int = _doc("ranks (GPUs; on CPU, processes) that share the model", 1)
     max_model_len: int = _doc("tokens of prompt and output together, clipped to the model's own limit", 4096)
     max_num_seqs: int = _doc("sequences that run at the same time", 512)
     max_num_batched_tokens: int = _doc("tokens that one step computes at most", 16384)
@@ -47,6 +50,9 @@ class EngineConfig:
     seed: int = _doc("seed of requests that bring none", 0)
     overlap: bool | str = _doc("keep one step in flight; auto: on CUDA", "auto")
     load_format: str = _doc("auto, or dummy for random weights of the config", "auto")
+    distributed_init_method: str = _doc("where ranks meet: auto, env://, file:///path or tcp://host:port", "auto")
+    distributed_timeout: float = _doc("seconds after which a rank that does not go on ends the engine", 60.0)
+    check_agreement: bool = _doc("compare the ranks' block tables, positions and tokens after every step", False)
     revision: str | None = _doc("branch, tag or commit of a hub id", None)
     token: str | None = _doc("Hugging Face access token", None)
 
@@ -74,15 +80,15 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ValueError(f"gpu_memory_utilization: expected a number in (0, 1], got {share!r}")
-        for name in ("enable_prefix_caching", "enforce_eager"):
+        timeout = self.distributed_timeout
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 1 <= timeout < math.inf:
+            raise ValueError(f"distributed_timeout: expected seconds, at least 1, got {timeout!r}")
+        self._meeting_place()
+        for name in ("enable_prefix_caching", "enforce_eager", "check_agreement"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: expected True or False, got {getattr(self, name)!r}")
         if not isinstance(self.overlap, bool) and self.overlap != "auto":
             raise ValueError(f"overlap: expected True, False or 'auto', got {self.overlap!r}")
-        if self.tensor_parallel_size != 1:
-            raise NotImplementedError(
-                f"tensor_parallel_size: this version runs on one device, got {self.tensor_parallel_size}"
-            )
 
     def _check_flash_attn(self) -> None:
         if self.kvcache_block_size % _FLASH_ATTN_BLOCK:
@@ -105,6 +111,20 @@ class EngineConfig:
         if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
             allowed = f">= {low}" if high is None else f"in [{low}, {high}]"
             raise ValueError(f"{name}: expected an integer {allowed}, got {value!r}")
+
+    def _meeting_place(self) -> None:
+        method = self.distributed_init_method
+        if isinstance(method, str):
+            if method in ("auto", "env://"):
+                return
+            with contextlib.suppress(ValueError):  # a port that is no number, or out of range
+                url = urlsplit(method)
+                if (url.scheme == "file" and url.path) or (
+                    url.scheme == "tcp" and url.hostname and url.port is not None
+                ):
+                    return
+        allowed = "auto, env://, file:///path or tcp://host:port"
+        raise ValueError(f"distributed_init_method: expected {allowed}, got {method!r}")
 
     @classmethod
     def from_kwargs(cls, model: str, **kwargs: Any) -> EngineConfig:

@@ -48,9 +48,12 @@ class LLM:
         self.exit()
 
     def exit(self) -> None:
-        """Frees the model and the KV cache; a second call does nothing."""
-        if self.__dict__.pop("engine", None) is None:
+        """Frees the model and the KV cache, and ends the other ranks; a second call does nothing."""
+        engine = self.__dict__.pop("engine", None)
+        if engine is None:
             return
+        engine.close()
+        del engine
         gc.collect()  # runner and graphs refer to each other: without this their memory waits for the collector
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

@@ -46,6 +46,16 @@ from nanovllm.config import EngineConfig
         ({"enforce_eager": "no"}, ValueError, "enforce_eager: expected True or False, got 'no'"),
         ({"overlap": "yes"}, ValueError, "overlap: expected True, False or 'auto', got 'yes'"),
         ({"overlap": 1}, ValueError, "overlap: expected True, False or 'auto', got 1"),
+        ({"check_agreement": 1}, ValueError, "check_agreement: expected True or False, got 1"),
+        ({"distributed_timeout": 0.5}, ValueError, "distributed_timeout: expected seconds, at least 1, got 0.5"),
+        ({"distributed_timeout": float("inf")}, ValueError, "distributed_timeout: .* got inf"),
+        ({"distributed_init_method": "tcp://host"}, ValueError, "distributed_init_method: .* got 'tcp://host'"),
+        ({"distributed_init_method": "tcp://host:x"}, ValueError, "distributed_init_method: .* got 'tcp://host:x'"),
+        (
+            {"distributed_init_method": "nfs"},
+            ValueError,
+            "distributed_init_method: expected auto, env://, .* got 'nfs'",
+        ),
     ],
 )
 def test_bad_value_is_refused_by_name(options: dict, error: type, text: str) -> None:

@@ -15,7 +15,9 @@ from tests.real_model import needs_real_model
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
-OTHER_FLAGS = {"--no-build-isolation", "--runslow"}  # pip's, and of tests/conftest.py
+TORCHRUN_FLAGS = {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
+# pip's, of tests/conftest.py, and of nanovllm/parallel/ray_replicas.py
+OTHER_FLAGS = {"--no-build-isolation", "--runslow", "--num-replicas"} | TORCHRUN_FLAGS
 PATH = re.compile(r"(?<![\w./-])(?:nanovllm|csrc|tests|docs|benchmarks|scripts|\.ci)/[\w./<>-]*[\w>/]")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

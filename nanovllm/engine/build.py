@@ -7,14 +7,21 @@ import logging
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine, Runner
 from nanovllm.models.config import ModelConfig
+from nanovllm.parallel.rendezvous import external_rank
+from nanovllm.parallel.shards import check_shards, rank_config
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.loader.source import ModelSource
+    from nanovllm.models.decoder import DecoderForCausalLM
+    from nanovllm.parallel.group import Group
 
 logger = logging.getLogger("nanovllm")
 _DEVICE_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
@@ -85,6 +92,75 @@ def check_shapes(config: EngineConfig, model: ModelConfig, device: torch.device)
             )
 
 
+def check_ranks(config: EngineConfig, model: ModelConfig, device: torch.device) -> None:
+    """Refuses more ranks than can share the model or have a device, before any process starts."""
+    size = config.tensor_parallel_size
+    check_shards(model, size)
+    if device.type == "cuda" and size > 1 and external_rank(config.distributed_init_method, size) is None:
+        count = torch.cuda.device_count()
+        if size > count:
+            raise ValueError(f"tensor_parallel_size: expected at most {count}, the visible GPUs, got {size}")
+
+
+def load_model(
+    config: EngineConfig, model_config: ModelConfig, where: ModelSource, device: torch.device, group: Group
+) -> DecoderForCausalLM:
+    """The rank's part of the model, with its weights, on its device."""
+    from nanovllm.layers.attention import Attention
+    from nanovllm.layers.attention_backends import make_backend
+    from nanovllm.loader import dummy, weights
+    from nanovllm.models.registry import model_class
+    from nanovllm.parallel.group import use_group
+
+    with device, use_group(group):
+        model = model_class(model_config.architecture)(model_config)
+    backend = make_backend(config.attention_backend, device)
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.backend = backend
+    if config.load_format == "dummy":
+        dummy.fill_dummy(model, config.seed)
+    else:
+        weights.load_weights(model, where)
+    return model.eval()
+
+
+def make_runner(
+    config: EngineConfig, model_config: ModelConfig, where: ModelSource, device: torch.device
+) -> tuple[Runner, float]:
+    """The loaded and warmed-up runner of one device, or of several ranks; and the seconds until weights were loaded.
+
+    Raises:
+        SystemExit: this process is a rank above 0, started by a launcher such as torchrun, and its work is done.
+    """
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.parallel.group import Group
+
+    start = time.perf_counter()
+    size, dtype = config.tensor_parallel_size, model_config.dtype
+    if size == 1:
+        model = load_model(config, model_config, where, device, Group())
+        seconds = time.perf_counter() - start
+        return ModelRunner(config, model_config, model, device, dtype), seconds
+
+    from nanovllm.parallel.team import ParallelRunner, Team, closed_on_error, rank_specs, serve_external_rank
+
+    rank = external_rank(config.distributed_init_method, size)
+    specs = rank_specs(config, model_config, where, device, is_external=rank is not None)
+    if rank:
+        sys.exit(serve_external_rank(specs[rank]))
+    with closed_on_error(Team(specs, is_external=rank is not None)) as team:
+        with team.loading():
+            model = load_model(config, model_config, where, torch.device(specs[0].device), team.group)
+        seconds = time.perf_counter() - start
+        team.connect()
+        with team.watcher.watched():
+            local = rank_config(model_config, 0, size)
+            runner = ModelRunner(config, local, model, torch.device(specs[0].device), dtype, team.group)
+        team.watcher.wait_for("ready")
+        return ParallelRunner(runner, team), seconds
+
+
 def sampling_defaults(generation_config: Any) -> SamplingParams:
     """What generate() uses without sampling_params: the checkpoint's generation_config over our defaults."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
@@ -114,11 +190,8 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         ValueError, NotImplementedError: the model or an option is not supported; the text names it.
     """
     begin = time.perf_counter()
-    from nanovllm.engine.model_runner import ModelRunner
-    from nanovllm.layers.attention import Attention
     from nanovllm.layers.attention_backends import make_backend
-    from nanovllm.loader import dummy, source, weights
-    from nanovllm.models.registry import model_class
+    from nanovllm.loader import source, weights
 
     start = time.perf_counter()
     device = resolve_device(config.device)
@@ -131,6 +204,7 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     # Positions end at max_model_len: so does the rotary table (its scaling is already resolved).
     model_config = dataclasses.replace(model_config, dtype=dtype, max_position_embeddings=max_model_len)
     check_shapes(config, model_config, device)
+    check_ranks(config, model_config, device)
     backend = make_backend(config.attention_backend, device)
     if not backend.graph_safe:
         config = dataclasses.replace(config, enforce_eager=True)
@@ -141,18 +215,7 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     generation_config = source.load_generation_config(where)
     if config.load_format != "dummy":
         weights.check_sizes(model_config, where)
-    with device:
-        model = model_class(model_config.architecture)(model_config)
-    for layer in model.modules():
-        if isinstance(layer, Attention):
-            layer.backend = backend
-    if config.load_format == "dummy":
-        dummy.fill_dummy(model, config.seed)
-    else:
-        weights.load_weights(model, where)
-    model.eval()
-    loaded = time.perf_counter()
-    runner = ModelRunner(config, model_config, model, device, dtype)
+    runner, load_seconds = make_runner(config, model_config, where, device)
     tokenizer = tokenizer_result.result()
     overlap = device.type == "cuda" if config.overlap == "auto" else bool(config.overlap)
     engine = LLMEngine(
@@ -165,8 +228,8 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     )
     engine.startup_seconds = {
         "import": start - begin,
-        "weights": loaded - start,
-        "warm-up": time.perf_counter() - loaded - runner.capture_seconds,
+        "weights": load_seconds,
+        "warm-up": time.perf_counter() - start - load_seconds - runner.capture_seconds,
         "graphs": runner.capture_seconds,
     }
     _say_ready(engine, model_config, device, dtype, backend.name)

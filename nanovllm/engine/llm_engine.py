@@ -31,6 +31,10 @@ class Runner(Protocol):
 
     def collect(self, handle: Any) -> tuple[list[int], dict[int, dict[int, Logprob]]]: ...
 
+    def check_health(self) -> None: ...
+
+    def close(self) -> None: ...
+
 
 @dataclass(slots=True)
 class Request:
@@ -321,6 +325,14 @@ class LLMEngine:
         self.scheduler = Scheduler(self.config, self.runner.num_kvcache_blocks)
         if self.observer is not None:
             self.observer.restart()
+
+    def check_health(self) -> None:
+        """Raises RuntimeError where the engine has ended because another rank failed."""
+        self.runner.check_health()
+
+    def close(self) -> None:
+        """Ends what the runner has outside this process; the engine cannot be used after it."""
+        self.runner.close()
 
     # Outputs
 

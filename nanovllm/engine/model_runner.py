@@ -23,6 +23,7 @@ from nanovllm.layers.logits import Logprobs, process_row
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder_step import DecoderStep, supports
 from nanovllm.outputs import Logprob
+from nanovllm.parallel.group import Group
 
 _WARMUP_TOKENS_ON_CPU = 32
 _GRAPH_MARGIN = 4 << 20  # bytes a captured graph may take beyond the shared pool
@@ -56,7 +57,9 @@ class ModelRunner:
     takes it. So a step can be launched before the step before it was collected.
 
     Args:
+        model_config: with the head counts of this rank.
         model: forward(input_ids [T] i64, positions [T] i64) -> hidden [T, H]; compute_logits(hidden) -> [rows, vocab].
+        group: the ranks that share the model; rank 0 samples for all. None: this one alone.
     """
 
     def __init__(
@@ -66,8 +69,10 @@ class ModelRunner:
         model: nn.Module,
         device: torch.device,
         dtype: torch.dtype,
+        group: Group | None = None,
     ) -> None:
         self.config, self.model_config, self.model = config, model_config, model
+        self.group = group or Group()
         self.device, self.dtype, self.block_size = device, dtype, config.kvcache_block_size
         self.kv_cache_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
         rows, width, tokens = config.max_running, config.max_blocks_per_seq, config.max_num_batched_tokens
@@ -94,7 +99,7 @@ class ModelRunner:
         if device.type == "cuda" and not config.enforce_eager:
             self.inputs = FixedInputs(64 * rows + 8 * MAX_GRAPH_TOKENS + 4096, device)
             self.graphs = self._make_graphs()
-        self.num_kvcache_blocks = self._num_kvcache_blocks()
+        self.num_kvcache_blocks = self.group.min(self._num_kvcache_blocks())
         self.allocate_kv_cache(self.num_kvcache_blocks)
         start = time.perf_counter()
         self.capture_cudagraph()
@@ -165,7 +170,8 @@ class ModelRunner:
     def _make_decoder_step(self) -> DecoderStep | None:
         """The fused step for graphs of few rows, where the model, the cache and the options allow it."""
         native = self.config.attention_backend in ("auto", "native") and self.kv_cache_dtype == self.dtype
-        can = native and not self.config.enforce_eager and supports(self.model_config, self.device)
+        can = native and not self.config.enforce_eager and self.group.size == 1
+        can = can and supports(self.model_config, self.device)
         return DecoderStep(self.model) if can else None
 
     def _make_graphs(self) -> list[StepGraphs]:
@@ -212,7 +218,7 @@ class ModelRunner:
         seqs = batch.decodes + [c.seq for c in batch.chunks]
         arrays = self.rows.changes(seqs, batch.moves)
         rows = np.fromiter((s.row for s in seqs), np.int64, len(seqs))
-        graphs, bucket = self._find_graph(batch, rows)
+        graphs, bucket = self.find_graph(batch, rows)
         places = graphs.places(rows) if graphs is not None else None
         special = self._special(batch) if self.rows.is_special[rows].any() else []
         if special:
@@ -229,7 +235,7 @@ class ModelRunner:
         logprobs = self._sample_special(batch, special, sent, logits, token_ids) if special else None
         return self._handle(token_ids, places, logprobs)
 
-    def _find_graph(self, batch: Batch, rows: np.ndarray) -> tuple[StepGraphs | None, Any]:
+    def find_graph(self, batch: Batch, rows: np.ndarray) -> tuple[StepGraphs | None, Any]:
         for graphs in self.graphs:
             bucket = graphs.find(batch, rows)
             if bucket is not None:
@@ -309,9 +315,18 @@ class ModelRunner:
             return self.model.compute_logits(hidden if logits_indices is None else hidden[logits_indices])
 
     def sample(self, token_ids: Tensor, logits: Tensor, params: dict[str, Tensor], positions: Tensor) -> None:
-        """ops.sample with the parameters of some rows."""
+        """ops.sample with the parameters of some rows, on rank 0, whose tokens the other ranks get."""
         p = params
-        ops.sample(token_ids, logits, p["temperature"], p["top_k"], p["top_p"], p["min_p"], p["seeds"], positions)
+        if self.group.rank == 0:
+            ops.sample(token_ids, logits, p["temperature"], p["top_k"], p["top_p"], p["min_p"], p["seeds"], positions)
+        self.group.broadcast(token_ids)
+
+    def check_health(self) -> None:
+        """One rank alone is well while its steps do not raise."""
+
+    def close(self) -> None:
+        """Drops the graphs, which may hold the group's collectives: no step may follow."""
+        self.graphs = []
 
     # Host arrays of a step
 
@@ -389,11 +404,14 @@ class ModelRunner:
     def _sample_special(
         self, batch: Batch, special: list[int], sent: dict[str, Tensor], logits: Tensor, token_ids: Tensor
     ) -> Logprobs | None:
-        """Samples them again from their processed logits, and puts that in the place of what the step gave them."""
+        """Samples them again from their processed logits, and puts that in the place of what the step gave them.
+
+        Rank 0 alone has logits, and sequences to process them by; the others get its tokens.
+        """
         places, rows = sent["special_places"], sent["special_rows"]
         raw = logits.index_select(0, places)
         processed = raw.to(torch.float32, copy=True)
-        seqs = [batch.sampled[i] for i in special]
+        seqs = [batch.sampled[i] for i in special] if self.group.rank == 0 else []
         for row, seq in zip(processed, seqs):
             process_row(row, seq, len(seq) - 1 - seq.num_prompt_tokens)
         params = {name: tensor.index_select(0, rows) for name, tensor in self.rows.params.items()}

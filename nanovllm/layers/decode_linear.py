@@ -61,6 +61,7 @@ def add_and_norm(
     num_tokens = x.shape[0]
     if (
         reader is None
+        or norm.group.size > 1  # layer gives a part of a sum over the ranks, which the norm completes
         or not is_decode_product(num_tokens, layer.weight)
         or not is_decode_product(num_tokens, reader.weight)
     ):

@@ -3,7 +3,7 @@
 The metadata keys and tensor names are those that llama.cpp's convert_hf_to_gguf.py writes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from nanovllm.layers.parameter import PackedWeight
 from nanovllm.loader.gguf_file import GgufFile, GgufTensor
 from nanovllm.loader.readable import readable
+from nanovllm.parallel.shards import Slice
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _QUANTS = (
@@ -80,29 +81,40 @@ class GgufCheckpoint:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {_hf_name(name): tensor.shape for name, tensor in self._weights()}
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, dtype: torch.dtype, parts: Mapping[str, Slice] | None = None) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._weights():
-            yield _hf_name(name), self._dequantized(name, tensor, dtype)
+            hf_name = _hf_name(name)
+            if parts is None:
+                yield hf_name, self._dequantized(name, tensor, dtype)
+            elif hf_name in parts:
+                yield hf_name, self._dequantized(name, tensor, dtype, parts[hf_name])
 
-    def packed(self, names: list[str]) -> PackedWeight | None:
-        """The blocks of some matrices, stacked along their rows, as they are in the file; None unless all are of one
-        type that ops.skinny_linear_gguf reads."""
+    def packed(self, parts: Mapping[str, Slice]) -> PackedWeight | None:
+        """The blocks of parts of some matrices, stacked along their rows, as they are in the file; None unless all are
+        of one type that ops.skinny_linear_gguf reads, and no part ends inside a block or has padding."""
         by_name = {_hf_name(name): (name, tensor) for name, tensor in self._weights()}
-        parts = [by_name[name] for name in names]
-        quants = {tensor.quant for _, tensor in parts}
+        quants = {by_name[name][1].quant for name in parts}
         if len(quants) > 1 or not quants <= set(_PACKED_QUANTS):
             return None
+        quant = quants.pop()
+        size, size_bytes = GGML_QUANT_SIZES[quant]
         blocks = []
-        for name, tensor in parts:
+        for hf_name, part in parts.items():
+            unit, unit_bytes = (1, 1) if part.dim == 0 else (size, size_bytes)
+            if part.count != part.size or part.first % unit or part.size % unit:
+                return None
+            name, tensor = by_name[hf_name]
             raw = np.fromfile(self.file.path, np.uint8, tensor.num_bytes, offset=tensor.offset)
-            blocks.append(self._unpermuted(name, torch.from_numpy(raw).view(tensor.shape[0], -1)))
-        return PackedWeight(torch.cat(blocks), int(quants.pop()))
+            rows = self._unpermuted(name, torch.from_numpy(raw).view(tensor.shape[0], -1))
+            first, count = part.first // unit * unit_bytes, part.size // unit * unit_bytes
+            blocks.append(rows.narrow(part.dim, first, count).contiguous())
+        return PackedWeight(torch.cat(blocks), int(quant))
 
     def _weights(self) -> Iterator[tuple[str, GgufTensor]]:
         return ((name, tensor) for name, tensor in self.file.tensors.items() if name != _ROPE_FREQS)
 
-    def _dequantized(self, name: str, tensor: GgufTensor, dtype: torch.dtype) -> Tensor:
-        """Read and convert a few rows at a time."""
+    def _dequantized(self, name: str, tensor: GgufTensor, dtype: torch.dtype, part: Slice | None = None) -> Tensor:
+        """The part of a tensor (None: all), read and converted a few rows at a time."""
         *_, columns = tensor.shape
         block, block_bytes = GGML_QUANT_SIZES[tensor.quant]
         row_bytes = columns // block * block_bytes
@@ -114,7 +126,8 @@ class GgufCheckpoint:
             offset = tensor.offset + first * row_bytes
             raw = np.fromfile(self.file.path, np.uint8, count * row_bytes, offset=offset).reshape(count, row_bytes)
             out[first : first + count] = torch.from_numpy(dequantize(raw, tensor.quant))
-        return self._unpermuted(name, out.view(tensor.shape))
+        whole = self._unpermuted(name, out.view(tensor.shape))
+        return whole if part is None else whole.narrow(part.dim, part.start, part.count)
 
     def _unpermuted(self, name: str, tensor: Tensor) -> Tensor:
         """llama.cpp pairs neighbours in the rotary embedding and stores llama's q and k rows in that order;
@@ -147,6 +160,8 @@ class GgufCheckpoint:
         """
         if self._get("expert_count", 0):
             raise NotImplementedError(f"{self.file.path}: {self.architecture}.expert_count: mixtures are not supported")
+        from transformers import AutoConfig  # not above: worker processes read weights only
+
         tensors, metadata = self.file.tensors, self.file.metadata
         hidden_size, num_heads = self._count("embedding_length"), self._count("attention.head_count")
         head_dim = self._count("attention.key_length", hidden_size // num_heads)
@@ -175,7 +190,6 @@ class GgufCheckpoint:
             "use_sliding_window": bool(self._get("attention.sliding_window", 0)),
             "dtype": _PLAIN_DTYPES.get(tensors["token_embd.weight"].quant.name),
         }
-        from transformers import AutoConfig
 
         with readable(self.file.path):
             config = AutoConfig.for_model(self.architecture, **fields)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,10 +11,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from nanovllm.layers.parameter import shard_shape
 from nanovllm.loader.gguf import GgufCheckpoint
 from nanovllm.loader.readable import readable
 from nanovllm.loader.source import ModelSource
 from nanovllm.models.config import ModelConfig
+from nanovllm.parallel.shards import Slice, whole
 
 _NAMES_SHOWN = 5
 _DTYPES = ("F64", "F32", "F16", "BF16")  # integers and fp8 are quantised: they mean nothing without a scale
@@ -26,8 +28,9 @@ class Checkpoint(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor; reads no tensor."""
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor on the CPU, in any floating dtype (`dtype` is the one it will be copied to).
+    def tensors(self, dtype: torch.dtype, parts: Mapping[str, Slice] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The wanted part of every tensor in `parts` (None: all, whole), on the CPU, in any floating dtype (`dtype` is
+        the one it will be copied to).
 
         A tensor may be dropped as soon as the next is asked for: that is what keeps loading within the memory
         of the model and its largest tensor.
@@ -52,14 +55,20 @@ class SafetensorsCheckpoint:
                     raise ValueError(f"{file}: {name}: expected a dtype of {', '.join(_DTYPES)}, got {dtype}")
         return shapes
 
-    def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, dtype: torch.dtype, parts: Mapping[str, Slice] | None = None) -> Iterator[tuple[str, Tensor]]:
         for file in self.files:
             with safe_open(file, framework="pt") as tensors:
-                names = tensors.offset_keys()
+                names = [name for name in tensors.offset_keys() if parts is None or name in parts]
             for name in names:
                 # A mapped file keeps every page that was read; closing it after each tensor lets them go.
                 with safe_open(file, framework="pt") as tensors:
-                    yield name, tensors.get_tensor(name)
+                    part = parts[name] if parts is not None else None
+                    if part is None or part.count == part.full:
+                        yield name, tensors.get_tensor(name)
+                    else:
+                        places = slice(part.start, part.start + part.count)
+                        rows = tensors.get_slice(name)
+                        yield name, rows[places] if part.dim == 0 else rows[:, places]
 
 
 def _safetensors_files(path: Path) -> list[Path]:
@@ -119,8 +128,9 @@ def check_sizes(config: ModelConfig, source: ModelSource) -> None:
 def load_weights(model: nn.Module, source: ModelSource) -> None:
     """Fill every parameter of `model` from its checkpoint, converted to the parameter's dtype and device.
 
-    On CPU, layers whose GGUF tensors are quantised get their blocks too, beside the dense weight (layer.packed). Peak
-    memory grows by the model and about one tensor. Shapes are compared before the first tensor is read.
+    Of a model of several ranks, each loads its own slices only. On CPU, layers whose GGUF tensors are quantised get
+    their blocks too, beside the dense weight (layer.packed). Peak memory grows by the model and about one tensor.
+    Shapes are compared before the first tensor is read.
 
     Raises:
         ValueError: tensors that are missing, unexpected or misshapen (first names and counts, all in one
@@ -130,11 +140,13 @@ def load_weights(model: nn.Module, source: ModelSource) -> None:
     targets, scales = _targets(model), _cache_scales(model)
     _check_complete(checkpoint.shapes(), targets, scales, source.path)
     weight = next(model.parameters())
-    for name, tensor in checkpoint.tensors(weight.dtype):
+    parts = {name: target.param.shards[target.shard] for name, target in targets.items()}
+    parts |= dict.fromkeys(scales, whole(1))
+    for name, tensor in checkpoint.tensors(weight.dtype, parts):
         if name in targets:
             target = targets[name]
             target.param.weight_loader(target.param, tensor, target.shard)
-        elif name in scales:
+        else:
             if not 0 < tensor.item() < math.inf:
                 raise ValueError(f"{source.path}: {name}: expected a scale above 0, got {tensor.item()}")
             layer, attribute = scales[name]
@@ -147,7 +159,8 @@ def _pack(model: nn.Module, checkpoint: GgufCheckpoint, targets: dict[str, _Targ
     """Gives each linear layer on the CPU the blocks of its weight; a tied head has those of the embedding."""
     for layer in model.modules():
         if hasattr(layer, "packed") and layer.weight.is_cpu:
-            layer.packed = checkpoint.packed([name for name, t in targets.items() if t.param is layer.weight])
+            names = [name for name, t in targets.items() if t.param is layer.weight]
+            layer.packed = checkpoint.packed({name: layer.weight.shards[targets[name].shard] for name in names})
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
@@ -156,9 +169,9 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     targets = {}
     for name, param in model.named_parameters():
         *path, module, leaf = name.split(".")
-        for shard, rows in param.shards.items():
+        for shard in param.shards:
             source_module = module if shard is None else unpacked[module, shard]
-            targets[".".join([*path, source_module, leaf])] = _Target(param, shard, (rows, *param.shape[1:]))
+            targets[".".join([*path, source_module, leaf])] = _Target(param, shard, shard_shape(param, shard))
     return targets
 
 

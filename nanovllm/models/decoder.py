@@ -20,9 +20,9 @@ class DecoderAttention(Layer):
         super().__init__()
         heads = config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(config.hidden_size, config.head_dim, *heads, config.qkv_bias, config.dtype)
-        self.o_proj = RowParallelLinear(
-            config.num_q_heads * config.head_dim, config.hidden_size, config.o_bias, config.dtype
-        )
+        q = self.qkv_proj.weight.shards["q"]
+        self.o_proj = RowParallelLinear(q, config.hidden_size, config.o_bias, config.dtype, reduce=False)
+        heads = self.qkv_proj.num_q_heads, self.qkv_proj.num_kv_heads  # this rank's
         self.attn = Attention(*heads, config.head_dim, config.rms_norm_eps, rotary_emb, config.dtype)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.dtype)
@@ -42,7 +42,7 @@ class DecoderMLP(Layer):
         super().__init__()
         hidden_size, size = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [size, size], config.mlp_bias, config.dtype)
-        self.down_proj = RowParallelLinear(size, hidden_size, config.mlp_bias, config.dtype)
+        self.down_proj = RowParallelLinear(size, hidden_size, config.mlp_bias, config.dtype, reduce=False)
         self.act_fn = SiluAndMul()
 
     def forward(self, x: Tensor | HalfNormed) -> Tensor:

@@ -2,6 +2,7 @@
 
 from nanovllm.ops._library import HAS_CUDA, operator_names, without_cuda_kernel
 from nanovllm.ops.add_rms_norm import add_rms_norm
+from nanovllm.ops.all_reduce import all_reduce
 from nanovllm.ops.decode_linear import decode_linear, decode_linear_runs_on, decode_squares_shape
 from nanovllm.ops.decode_linear_add import decode_linear_add
 from nanovllm.ops.decode_plan import decode_plan, decode_plan_numel
@@ -21,6 +22,7 @@ from nanovllm.ops.store_kv_cache import store_kv_cache
 __all__ = [
     "HAS_CUDA",
     "add_rms_norm",
+    "all_reduce",
     "decode_linear",
     "decode_linear_add",
     "decode_linear_runs_on",

@@ -139,6 +139,12 @@ class FakeRunner:
             assert self.ref_count(block_id) == 1, f"{seq} writes block {block_id}, which is free or shared"
             assert self.block_hash(block_id) is None, f"{seq} writes block {block_id}, which is published"
 
+    def check_health(self) -> None:
+        """Always well."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
     def collect(self, handle: Handle) -> tuple[list[int], dict[int, dict[int, Logprob]]]:
         if self.on_collect:
             self.on_collect()

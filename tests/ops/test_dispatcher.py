@@ -43,6 +43,13 @@ def add_rms_norm(device: str) -> Args:
     return out, torch.randn_like(x), x, weight, eps
 
 
+def all_reduce(device: str) -> Args:
+    """One rank alone."""
+    x, residual = torch.randn(2, 3, 64, device=device).to(torch.bfloat16)
+    peers, state = torch.zeros(2, device=device, dtype=torch.int64), torch.zeros(4, device=device, dtype=torch.int32)
+    return torch.zeros_like(x), residual, x, torch.ones_like(x[0]), 1e-6, peers, state, 0, 0, 0, False
+
+
 def silu_and_mul(device: str) -> Args:
     gate_up = torch.randn(3, 128, device=device).to(DTYPE[device])
     return torch.zeros_like(gate_up[:, :64]), gate_up
@@ -176,6 +183,7 @@ def sample_tokens(device: str) -> Args:
 # Arguments in the order of the schema; the same shapes at every call, other values after another seed.
 SAMPLES: dict[str, Callable[[str], Args]] = {
     "add_rms_norm": add_rms_norm,
+    "all_reduce": all_reduce,
     "decode_linear": decode_linear,
     "decode_linear_add": decode_linear_add,
     "decode_plan": decode_plan,

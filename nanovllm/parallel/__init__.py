@@ -1,0 +1,1 @@
+"""Tensor parallelism: shards, collectives, worker processes and the channel that commands them."""

@@ -1,0 +1,212 @@
+"""Ranks that fail in every way: one error that says which and why, nothing left, and the next engine works."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.parallel.faults import VARIABLE, WHATS, WHENS
+from nanovllm.parallel.progress import WorkerError
+from tests.tiny import save_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12]]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+TIMEOUTS = {"stop": 6}  # seconds: distributed_timeout where it is what ends the engine
+CAUSES = {
+    "kill": "died of signal 9",
+    "stop": "gives no sign of life since 6 s .*its process is stopped",
+    "raise": "raised ValueError: fault injected",
+    "allocate": "raised RuntimeError: .*allocate",
+}
+SMOKE = [("start", "raise"), ("start", "kill"), ("prefill", "kill"), ("prefill", "allocate"), ("decode", "stop")]
+SMOKE += [("decode", "raise")]
+FULL = [(size, rank, when, what) for size in (2, 4) for rank in range(1, size) for when in WHENS for what in WHATS]
+FULL += [(3, rank, "decode", what) for rank in (1, 2) for what in ("kill", "stop")]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 8}
+    return save_tiny(path, "LlamaForCausalLM", num_hidden_layers=2, **heads)
+
+
+@pytest.fixture(scope="module")
+def expected(checkpoint):
+    with make_llm(checkpoint, tensor_parallel_size=1) as llm:
+        return tokens(llm)
+
+
+def make_llm(path, **options) -> LLM:
+    defaults = {"device": "cpu", "dtype": "float32", "max_model_len": 64, "tensor_parallel_size": 2}
+    return LLM(str(path), **defaults | options)
+
+
+def tokens(llm) -> list[list[int]]:
+    return [o.token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+
+
+def children() -> set[int]:
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[1]) == os.getpid():
+                found.add(int(entry.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def fail(path, monkeypatch, size: int, rank: int, when: str, what: str) -> None:
+    """The engine fails as asked: the error has rank and cause, and nothing is left."""
+    processes, segments = children(), set(os.listdir("/dev/shm"))
+    monkeypatch.setenv(VARIABLE, f"{rank}:{when}:{what}")
+    with (
+        pytest.raises(WorkerError, match=rf"rank {rank} {CAUSES[what]}"),
+        make_llm(path, tensor_parallel_size=size, distributed_timeout=TIMEOUTS.get(what, 60)) as llm,
+    ):
+        try:
+            tokens(llm)
+        finally:
+            with pytest.raises(WorkerError, match=rf"rank {rank} "):
+                tokens(llm)  # the engine has ended, and still says why
+    monkeypatch.delenv(VARIABLE)
+    assert children() == processes
+    assert set(os.listdir("/dev/shm")) <= segments
+
+
+@pytest.mark.parametrize(("when", "what"), SMOKE)
+def test_a_rank_fails(checkpoint, monkeypatch, when, what):
+    fail(checkpoint, monkeypatch, 2, 1, when, what)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "rank", "when", "what"), FULL)
+def test_any_rank_fails_in_any_way(checkpoint, expected, monkeypatch, size, rank, when, what):
+    fail(checkpoint, monkeypatch, size, rank, when, what)
+    if what == "kill":
+        with make_llm(checkpoint, tensor_parallel_size=size) as llm:
+            assert tokens(llm) == expected
+
+
+def test_engines_after_failures_and_beside_each_other(checkpoint, expected, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1:start:raise")
+    with pytest.raises(WorkerError) as caught:
+        make_llm(checkpoint)
+    assert "in run_rank" in str(caught.value.__cause__), "the traceback of the worker"
+    monkeypatch.delenv(VARIABLE)
+    processes = children()
+    with make_llm(checkpoint) as one, make_llm(checkpoint, distributed_init_method="tcp://127.0.0.1:0") as other:
+        assert len(children() - processes) == 2
+        assert tokens(one) == tokens(other) == expected
+        assert tokens(one) == expected
+        one.exit()
+        one.exit()
+        assert tokens(other) == expected
+    assert children() == processes
+
+
+def test_an_idle_rank_that_dies_is_named(checkpoint):
+    with make_llm(checkpoint) as llm:
+        before = children()
+        tokens(llm)
+        (worker,) = [p.pid for p in llm.engine.runner._team.watcher._processes.values()]
+        os.kill(worker, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while worker in children() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(WorkerError, match=r"rank 1 died of signal 9 \(SIGKILL\) in step \d+"):
+            tokens(llm)
+        assert children() < before
+
+
+def test_rank_0_that_fails_ends_the_others(checkpoint, monkeypatch):
+    before = children()
+    with make_llm(checkpoint) as llm:
+        monkeypatch.setattr(llm.engine.runner.runner, "run_model", None)
+        with pytest.raises(TypeError):
+            tokens(llm)
+        assert children() == before
+        with pytest.raises(WorkerError, match="rank 0 raised TypeError"):
+            tokens(llm)
+
+
+def test_bad_weights_are_one_error(checkpoint, tmp_path):
+    before = children()
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(
+        (checkpoint / "config.json").read_text().replace('"vocab_size": 199', '"vocab_size": 190')
+    )
+    with pytest.raises(ValueError, match="misshapen"):
+        make_llm(tmp_path)
+    assert children() == before
+
+
+SCRIPT = """
+    import os, signal, sys, time
+    from nanovllm import LLM, SamplingParams
+    llm = LLM(sys.argv[1], device="cpu", dtype="float32", max_model_len=64, tensor_parallel_size=2)
+    print(*[p.pid for p in llm.engine.runner._team.watcher._processes.values()], flush=True)
+    llm.generate([[1, 2, 3]] * 4, SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), use_tqdm=False)
+    {then}
+"""
+
+
+def run_script(path, then: str) -> tuple[subprocess.Popen, list[int]]:
+    """A program with an engine of two ranks and no main guard, that does `then` at its end; and its workers."""
+    code = textwrap.dedent(SCRIPT).format(then=then)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize(
+    ("then", "status", "errors"),
+    [
+        ("", 0, ""),  # no exit(): the interpreter's end does it
+        ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL, ""),
+        ("os.killpg(0, signal.SIGINT); time.sleep(5)", -signal.SIGINT, "KeyboardInterrupt"),
+    ],
+    ids=["end", "kill", "interrupt"],
+)
+def test_workers_end_with_their_parent(checkpoint, then, status, errors):
+    segments = set(os.listdir("/dev/shm"))
+    guard = "os.setpgid(0, 0); " if "killpg" in then else ""
+    process, workers = run_script(checkpoint, guard + then)
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == status and errors in stderr and stderr.count("Traceback") <= 1
+    deadline = time.monotonic() + 2  # the limit that is promised
+    while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 1 and not any(map(is_alive, workers))
+    assert set(os.listdir("/dev/shm")) <= segments
+
+
+def test_one_rank_starts_nothing(checkpoint, monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    files = set(os.listdir("/proc/self/fd"))
+    with make_llm(checkpoint, tensor_parallel_size=1) as llm:
+        tokens(llm)
+        assert not any(
+            "socket" in os.readlink(f"/proc/self/fd/{fd}")
+            for fd in set(os.listdir("/proc/self/fd")) - files
+            if os.path.exists(f"/proc/self/fd/{fd}")
+        )

@@ -41,7 +41,7 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
       "Tensor context_lens, Tensor? block_tables, int max_seqlen_q, Tensor? k_scale, Tensor? v_scale, float "
       "scale) "
       "-> ()");
-  // A whole decode step for a few rows, from token ids to logits, in one launch. CUDA only.
+  // A whole decode step for a few rows, from token ids to logits, in one launch. Hopper only.
   m.def(
       "decoder_step(Tensor(a!) logits, Tensor(b!) workspace, Tensor(c!) kv_cache, Tensor token_ids, Tensor "
       "block_tables, Tensor context_lens, Tensor layers, Tensor embedding, Tensor norm, Tensor lm_head, "

@@ -52,6 +52,8 @@ struct DecoderStepParams {
 
 #ifdef NV_CUDA
 namespace kernels {
+/// Hopper only.
+bool decoder_step_runs_on(int device);
 /// 32-bit words that a launch on `device` needs.
 int64_t decoder_step_workspace_numel(int device, const DecoderStepParams& p);
 cudaError_t launch_decoder_step(const DecoderStepParams& p, cudaStream_t stream);

@@ -3,6 +3,7 @@
 #include "kernels/decoder_step.h"
 
 #include <bit>
+#include <string_view>
 
 #include "common/run.h"
 #include "ops/attention_checks.h"
@@ -77,6 +78,8 @@ void decoder_step(Tensor logits, Tensor workspace, Tensor kv_cache, Tensor token
         kOp, "cos_sin", "expected at least a row, of an even rotary_dim up to head_dim = ", head_dim.value,
         ", got ", shape(cos_sin));
   check_block_size(kOp, "kv_cache", block_size.value);
+  check(kernels::decoder_step_runs_on(logits.get_device_index()), kOp, "logits",
+        "expected a device of compute capability 9.0, got another");
   if (rows.value == 0) return;
   const DecoderStepParams p{
       .logits = logits.data_ptr(),
@@ -116,7 +119,11 @@ void decoder_step(Tensor logits, Tensor workspace, Tensor kv_cache, Tensor token
   NV_RUN(decoder_step, p, logits);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(nanovllm, NV_DISPATCH_KEY, m) { m.impl("decoder_step", TORCH_BOX(&decoder_step)); }
+// Without Hopper's instructions there is no kernel: the operator is not registered then.
+STABLE_TORCH_LIBRARY_IMPL(nanovllm, NV_DISPATCH_KEY, m) {
+  if (std::string_view(NV_CUDA_ARCHS).find("9.0a") != std::string_view::npos)
+    m.impl("decoder_step", TORCH_BOX(&decoder_step));
+}
 
 }  // namespace nanovllm::ops
 #endif

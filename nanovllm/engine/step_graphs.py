@@ -17,6 +17,7 @@ from nanovllm import ops
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.context import Context
 from nanovllm.engine.staging import InputLayout
+from nanovllm.models.decoder_step import MAX_ROWS_IN_ENGINE
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -184,7 +185,7 @@ class DecodeGraphs(StepGraphs[int]):
     def _step(self, size: int, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         r = self._runner
         lens, tables, last = t["context_lens"], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
-        if r.decoder_step is not None and size <= r.decoder_step.max_rows:
+        if r.decoder_step is not None and size <= MAX_ROWS_IN_ENGINE:
             logits = r.decoder_step(last, tables, lens, r.kv_cache)
         else:
             logits = self._run_layers(size, t)

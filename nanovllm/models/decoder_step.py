@@ -8,17 +8,19 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
-from nanovllm.ops.decoder_step import HEAD_DIMS, MAX_GROUP, MAX_HIDDEN, MAX_LAYERS, MAX_ROWS, POINTERS
+from nanovllm.ops.decoder_step import HEAD_DIMS, MAX_GROUP, MAX_HIDDEN, MAX_LAYERS, POINTERS
 
-_MIN_CAPABILITY = (9, 0)
+_HOPPER = 9  # compute capability
+MAX_ROWS_IN_ENGINE = 4
+"""Beyond, the layers' operators are as fast: docs/kernels/decoder_step.md. The operator itself takes MAX_ROWS."""
 
 
 def supports(config: ModelConfig, device: torch.device) -> bool:
     """Whether `DecoderStep` can run a model of this shape on this device; the layers run what it cannot."""
     return (
         device.type == "cuda"
-        and ops.HAS_CUDA
-        and torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY
+        and ops.has_cuda_kernel("decoder_step")
+        and torch.cuda.get_device_capability(device)[0] == _HOPPER
         and config.dtype == torch.bfloat16
         and config.head_dim in HEAD_DIMS
         and config.num_q_heads % config.num_kv_heads == 0
@@ -31,15 +33,13 @@ def supports(config: ModelConfig, device: torch.device) -> bool:
 
 
 class DecoderStep:
-    """Logits of up to MAX_ROWS decode rows of one model, in one launch.
+    """Logits of up to ops.decoder_step's 8 decode rows of one model, in one launch.
 
     Holds the addresses of the model's weights: it is made once they are where they stay.
 
     Args:
         model: of a shape that `supports` accepts, on its device.
     """
-
-    max_rows = MAX_ROWS
 
     def __init__(self, model: DecoderForCausalLM) -> None:
         self._model, c = model, model.config

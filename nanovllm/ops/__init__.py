@@ -1,6 +1,6 @@
 """The typed Python face of `torch.ops.nanovllm.*`: one module an operator. Importing it loads the libraries."""
 
-from nanovllm.ops._library import HAS_CUDA, operator_names, without_cuda_kernel
+from nanovllm.ops._library import HAS_CUDA, has_cuda_kernel, operator_names, without_cuda_kernel
 from nanovllm.ops.add_rms_norm import add_rms_norm
 from nanovllm.ops.all_reduce import all_reduce
 from nanovllm.ops.decode_linear import decode_linear, decode_linear_runs_on, decode_squares_shape
@@ -32,6 +32,7 @@ __all__ = [
     "decode_workspace_numel",
     "decoder_step",
     "decoder_step_workspace_numel",
+    "has_cuda_kernel",
     "operator_names",
     "paged_attention_decode",
     "paged_attention_prefill",

@@ -15,6 +15,9 @@ if HAS_CUDA:
 CPU_ONLY = {"skinny_linear_gguf"}
 """Operators that the engine needs on the CPU only: there, weights stay quantised beside the dense ones for decode."""
 
+OPTIONAL_ON_CUDA = {"decoder_step"}
+"""Operators that the engine does without where this build has no kernel of them."""
+
 
 def operator_names() -> list[str]:
     """Every operator that has a schema."""
@@ -22,8 +25,11 @@ def operator_names() -> list[str]:
     return sorted(m[1] for m in map(re.compile(r"nanovllm::(\w+)$").match, schemas) if m)
 
 
+def has_cuda_kernel(name: str) -> bool:
+    """Whether this build has a CUDA implementation of the operator."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"nanovllm::{name}", "CUDA")
+
+
 def without_cuda_kernel() -> list[str]:
     """Operators that a GPU needs and that have no CUDA implementation in this build."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    needed = (name for name in operator_names() if name not in CPU_ONLY)
-    return [name for name in needed if not has_kernel(f"nanovllm::{name}", "CUDA")]
+    return [n for n in operator_names() if n not in CPU_ONLY | OPTIONAL_ON_CUDA and not has_cuda_kernel(n)]

@@ -27,7 +27,7 @@ def bars(result: dict) -> tuple[str, list[tuple[str, float]]]:
         parts = [(name, row) for name, part in result.items() if isinstance(part, dict) for row in part.get("rows", [])]
         named = [(_workload(name, row), row["roofline_share"]) for name, row in parts if "roofline_share" in row]
         return "% of the roofline of its own steps", [(name, 100 * value) for name, value in named]
-    rows = result["rows"]
+    rows = result.get("rows", [])
     if "read_tb_s" in result:
         label, peak = "% of the read bandwidth of the same run", result["read_tb_s"]
         seed = [r for r in rows if r.get("layout") == "seed"]
@@ -41,7 +41,7 @@ def bars(result: dict) -> tuple[str, list[tuple[str, float]]]:
         peak = result["peak_gb_s"]
         named = [(r["shape"], r.get("gb_s")) for r in rows]
         return "% of the read bandwidth of the same run", [(name, 100 * value / peak) for name, value in named if value]
-    return "tokens a second", [(r["workload"], r["tok_s"]) for r in rows]
+    return "", []
 
 
 def _workload(part: str, row: dict) -> str:
@@ -52,6 +52,8 @@ def _workload(part: str, row: dict) -> str:
 def draw(path: Path, folder: Path) -> None:
     result = json.loads(path.read_text())
     label, values = bars(result)
+    if not values:
+        return
     figure, axes = plt.subplots(figsize=(8, 0.8 + 0.24 * len(values)))
     names = [name for name, _ in values]
     axes.barh(range(len(values)), [value for _, value in values], color="#4477aa")
@@ -67,16 +69,14 @@ def draw(path: Path, folder: Path) -> None:
     figure.tight_layout()
     figure.savefig(folder / f"{path.stem}.svg", metadata={"Date": None})
     plt.close(figure)
+    print(folder / f"{path.stem}.svg")
 
 
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/images")
     folder.mkdir(parents=True, exist_ok=True)
     for path in sorted(RESULTS.glob("*.json")):
-        if not {"rows", "throughput"} & json.loads(path.read_text()).keys():
-            continue
         draw(path, folder)
-        print(folder / f"{path.stem}.svg")
 
 
 if __name__ == "__main__":

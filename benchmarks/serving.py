@@ -20,10 +20,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from engine import QWEN3_0_6B
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from nanovllm.bench.hf_configs import HF_CONFIGS
+
+CONFIG = HF_CONFIGS["qwen3-0.6b"]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 PORT = 8321
 
@@ -99,13 +101,13 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=QWEN3_0_6B["num_hidden_layers"], help="fewer for a quick look")
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer for a quick look")
     parser.add_argument("--serve-flag", action="append", default=[], help="passed on to nanovllm serve")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as folder:
-        path = make_model(Path(folder), QWEN3_0_6B | {"num_hidden_layers": args.layers})
+        path = make_model(Path(folder), CONFIG | {"num_hidden_layers": args.layers})
         alone = offline(path, args)
         print(f"offline: {alone:,.0f} output tokens/s")
         run = served(path, args)

@@ -8,6 +8,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def read_bandwidth() -> float:
 
 
 def machine() -> dict[str, str]:
-    """GPU, driver, torch and commit of this run."""
+    """GPU, driver, torch, commit and date of this run."""
 
     def line(*command: str) -> str:
         try:
@@ -86,7 +87,8 @@ def machine() -> dict[str, str]:
             return "unknown"
 
     gpu = line("nvidia-smi", "--query-gpu=name,driver_version,clocks.sm,clocks.mem", "--format=csv,noheader")
-    return {"gpu": gpu, "torch": torch.__version__, "commit": line("git", "rev-parse", "--short", "HEAD")}
+    commit = line("git", "rev-parse", "--short", "HEAD")
+    return {"gpu": gpu, "torch": torch.__version__, "commit": commit, "date": time.strftime("%Y-%m-%d")}
 
 
 def write_json(path: str | None, rows: list[dict[str, Any]], **facts: Any) -> None:

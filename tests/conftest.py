@@ -1,4 +1,7 @@
-"""Fixtures of all tests: the device axis (and its dtypes), and the `gpu` and `slow` markers."""
+"""Fixtures of all tests: the device axis (and its dtypes), the `gpu` and `slow` markers, a tiny model."""
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,23 @@ MARKS = {"cpu": (), "cuda": (pytest.mark.gpu,)}
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runslow", action="store_true", help="also run the tests marked slow")
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For tiny models: on a busy machine two threads wait for each other longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Qwen3."""
+    from tests.tiny import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("qwen3"), "Qwen3ForCausalLM")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -13,16 +13,9 @@ from tests.engine.near_ties import NearTies
 from tests.loader.gguf_files import write_model
 from tests.tiny import save_tiny, tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 NUM_PROMPTS, VOCAB, MAX_TOKENS = 64, 199, 20
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The models are tiny: on a busy machine two threads wait for each other longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -123,11 +116,6 @@ def test_greedy_equals_transformers(checkpoint):
             assert len(scheduler.block_manager.free_block_ids) == llm.engine.runner.num_kvcache_blocks
             if "preemption" in name or name == "few blocks, overlap":
                 assert scheduler.num_preemptions > 0
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("qwen3"), "Qwen3ForCausalLM")
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -58,11 +58,6 @@ def test_greedy_follows_transformers(tmp_path, architecture):
                 assert llm.engine.scheduler.num_preemptions > 0
 
 
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("qwen3"), "Qwen3ForCausalLM")
-
-
 def test_graph_replay_changes_only_the_live_slots(qwen3):
     """C4: a batch of 3 in a graph of 4 after a batch of 7: no other slot of the pool changes."""
     with make_llm(qwen3, num_kvcache_blocks=64, overlap=False) as llm:

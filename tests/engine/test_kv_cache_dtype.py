@@ -10,22 +10,11 @@ from nanovllm import LLM
 from tests.engine.test_end_to_end import MAX_TOKENS, OPTIONS, PARAMS, PROMPTS
 from tests.tiny import save_tiny, tiny_model
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FP8 = "fp8_e4m3"
 CPU_OPTIONS = ("plain", "few blocks, overlap", "small budget: chunks", "overlap, chunks")
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("qwen3"), "Qwen3ForCausalLM")
 
 
 def make_llm(path, **options) -> LLM:

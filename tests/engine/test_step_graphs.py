@@ -4,13 +4,13 @@ from bisect import bisect_left
 from dataclasses import replace
 
 import pytest
-import torch
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.step_graphs import batch_buckets, longest_graph, mixed_buckets, smallest_mixed_bucket
 from tests.engine.cpu_graphs import use_graphs
 from tests.engine.test_end_to_end import PARAMS, PROMPTS, SAMPLED, make_llm
-from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("max_rows", [1, 2, 3, 7, 9, 12, 16, 17, 20, 100, 200, 256, 257, 512, 1000])
@@ -47,19 +47,6 @@ def test_steps_too_large_for_every_graph():
 def test_large_models_have_graphs_of_short_steps_only():
     assert longest_graph(600_000_000) == 4096 and longest_graph(32_000_000_000) == 512
     assert 1024 < longest_graph(1_700_000_000) < 2048
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("qwen3"), "Qwen3ForCausalLM")
 
 
 @pytest.fixture(scope="module")

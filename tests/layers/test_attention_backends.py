@@ -16,25 +16,13 @@ from nanovllm.layers.attention import Attention
 from nanovllm.layers.attention_backends import FlashAttention, NativeAttention, TorchAttention, make_backend
 from tests.engine.near_ties import NearTies
 from tests.engine.test_end_to_end import OPTIONS, PARAMS, PROMPTS
-from tests.tiny import save_tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 needs_flash_attn = pytest.mark.skipif(
     importlib.util.find_spec("flash_attn") is None, reason="flash_attn cannot be imported: pip install flash-attn"
 )
 NAMES = ("plain", "block 1", "few blocks, overlap", "overlap, chunks")  # of OPTIONS
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("qwen3"), "Qwen3ForCausalLM")
 
 
 def make_llm(path, **options) -> LLM:

@@ -98,6 +98,8 @@ struct Step {
   const DecoderStepLayer* layers;
   const Buffers at;
   const int qkv_size, q_size;
+  const int qkv_tiles, hidden_tiles, active_tiles, head_tiles;  // of this block
+  const float inverse_hidden;
 
   __device__ Step(const DecoderStepParams& p, Smem<kDim>& smem, const DecoderStepLayer* layers)
       : p(p),
@@ -105,7 +107,12 @@ struct Step {
         layers(layers),
         at(p, gridDim.x),
         qkv_size((p.num_q_heads + 2 * p.num_kv_heads) * kDim),
-        q_size(p.num_q_heads * kDim) {}
+        q_size(p.num_q_heads * kDim),
+        qkv_tiles(num_tiles(qkv_size / 16)),
+        hidden_tiles(num_tiles(p.hidden / 8)),
+        active_tiles(num_tiles(p.intermediate / 8)),
+        head_tiles(num_tiles((p.vocab + 15) / 16)),
+        inverse_hidden(1.0f / static_cast<float>(p.hidden)) {}
 
   __device__ uint32_t* set(int layer) const { return p.workspace + (layer & 1) * at.set; }
   __device__ uint32_t* residual_after(int layer) const {
@@ -127,13 +134,18 @@ struct Step {
       if (!is_mlp && !is_head) prefetch_small(half / 2);
       const void* wide = is_head ? p.lm_head : is_mlp ? w.gate_up : w.qkv;
       const int outputs = is_head ? p.vocab : is_mlp ? 2 * p.intermediate : qkv_size;
-      to.matrix<16>(p.hidden, (outputs + 15) / 16, [&](int i, int part) {
-        return eight(wide, p.hidden, is_mlp ? i + part * (p.intermediate / 8) : 2 * i + part, outputs);
-      });
+      to.matrix<16>(p.hidden,
+                    is_head  ? head_tiles
+                    : is_mlp ? active_tiles
+                             : qkv_tiles,
+                    [&](int i, int part) {
+                      return eight(wide, p.hidden, is_mlp ? i + part * (p.intermediate / 8) : 2 * i + part,
+                                   outputs);
+                    });
       if (is_head) return;
       const void* narrow = is_mlp ? w.down : w.o;
       const int depth = is_mlp ? p.intermediate : q_size;
-      to.matrix<8>(depth, p.hidden / 8, [&](int i, int) { return eight(narrow, depth, i, p.hidden); });
+      to.matrix<8>(depth, hidden_tiles, [&](int i, int) { return eight(narrow, depth, i, p.hidden); });
     }
   }
   /// Vectors that every block will read, into L2; blocks take turns.
@@ -150,9 +162,11 @@ struct Step {
 
   // The clearing warp
 
-  /// Clears, layer by layer, what this block published a layer ago. When a block has seen the whole residual
-  /// stream after a layer's attention, every block has published its part of that, so has read all that it
-  /// was made from, so all of the layer before.
+  /// Clears, layer by layer, what this block published a layer ago. When a block has seen all of a layer's
+  /// attention, every block has published its part of q, k and v for it, so has read the whole residual
+  /// stream after the layer before, so all of that layer has been read. What is cleared is in use again in
+  /// the layer after this one, which no block enters before this block has published its part of this one's
+  /// result; and that waits for the fence.
   __device__ void clear() const {
     prefetch_context(0);
 #pragma unroll 1
@@ -242,12 +256,12 @@ struct Step {
       const uint32_t* residual = is_mlp ? buffers + at.middle : residual_after(l - 1);
       multiply<16>(
           c, p.hidden,
-          is_head  ? (p.vocab + 15) / 16
-          : is_mlp ? p.intermediate / 8
-                   : qkv_size / 16,
+          is_head  ? head_tiles
+          : is_mlp ? active_tiles
+                   : qkv_tiles,
           [&](int) {
-            fetch_normed(c, residual, norm, p.hidden, p.eps);
-            if (is_mlp || is_head) named_barrier_arrive(kReset, kThreads + 32);
+            fetch_normed(c, residual, norm, p.hidden, inverse_hidden, p.eps);
+            if (is_head) named_barrier_arrive(kReset, kThreads + 32);
           },
           [&](int first, int count, const float* sums) {
             if (is_head)
@@ -262,9 +276,14 @@ struct Step {
       const int depth = is_mlp ? p.intermediate : q_size;
       const uint32_t* from = buffers + (is_mlp ? at.active : at.attention);
       multiply<8>(
-          c, depth, p.hidden / 8, [&](int block) { fetch_activations<8>(c, from, depth, block); },
+          c, depth, hidden_tiles, [&](int block) { fetch_activations<8>(c, from, depth, block); },
           [&](int first, int count, const float* sums) {
-            if (is_mlp && first == 0) named_barrier_sync(kResetDone, kThreads + 32);
+            if (first == 0) {
+              if (is_mlp)
+                named_barrier_sync(kResetDone, kThreads + 32);
+              else
+                named_barrier_arrive(kReset, kThreads + 32);
+            }
             emit_residual(first, count, sums, is_mlp ? residual_after(l) : buffers + at.middle,
                           is_mlp ? w.down_bias : w.o_bias);
           });
@@ -273,7 +292,7 @@ struct Step {
 
   /// The residual stream begins as the embedding: as if a layer before the first had published it.
   __device__ void init_residual() const {
-    for_pairs<8>(num_tiles(p.hidden / 8), [&](int i, int m, int n) {
+    for_pairs(hidden_tiles, [&](int i, int m, int n) {
       const int column = tile_of(i) * 8 + m;
       const float2 pair = unpack(*reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(p.embedding) +
                                                                     smem.token[n] * p.hidden + column));
@@ -317,54 +336,62 @@ struct Step {
     }
   }
 
-  /// f(tile, first of two neighbouring weight rows, batch row), over the threads, for kTileRows rows a tile.
-  template <int kTileRows, class F>
+  /// f(tile, first of two neighbouring weight rows, batch row), over the threads, for tiles of 8 rows.
+  template <class F>
   __device__ void for_pairs(int count, F const& f) const {
-    constexpr int kPairs = kTileRows / 2;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count * kPairs * kR; i += kThreads) {
-      const int n = i / kPairs % kR;
-      if (n < p.rows) f(i / kPairs / kR, i % kPairs * 2, n);
+    for (int i = threadIdx.x; i < count * 4 * kR; i += kThreads)
+      if (i / 4 % kR < p.rows) f(i / 4 / kR, i % 4 * 2, i / 4 % kR);
+  }
+  /// f(tile, weight row m, batch row n, sum, whether there is such an element), neighbours in m in
+  /// neighbouring lanes; whole warps call it.
+  template <int kTileRows, class F>
+  __device__ void for_sums(int count, const float* sums, F const& f) const {
+    const int elements = count * kTileRows * kR;
+#pragma unroll 1
+    for (int i = threadIdx.x; i - i % 32 < elements; i += kThreads) {
+      const int m = i % kTileRows, n = i / kTileRows % kR, tile = min(i / kTileRows / kR, kGroup - 1);
+      f(tile, m, n, total(sums, tile, m, n), i < elements && n < p.rows);
     }
   }
+  __device__ static float neighbour(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
+
   __device__ void emit_qkv(int first, int count, const float* sums, uint32_t* to, const void* bias) const {
-    for_pairs<16>(count, [&](int i, int m, int n) {
+    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
       const int column = tile_of(first + i) * 16 + m;
-      const float low = total(sums, i, m, n) + bias_at(bias, column);
-      const float high = total(sums, i, m + 1, n) + bias_at(bias, column + 1);
-      publish(to + (static_cast<int64_t>(n) * qkv_size + column) / 2, pack_pair<bf16>(low, high));
+      if (has) x += bias_at(bias, column);
+      const float next = neighbour(x, 1);
+      if (has && m % 2 == 0)
+        publish(to + (static_cast<int64_t>(n) * qkv_size + column) / 2, pack_pair<bf16>(x, next));
     });
   }
   __device__ void emit_residual(int first, int count, const float* sums, uint32_t* to,
                                 const void* bias) const {
-    for_pairs<8>(count, [&](int i, int m, int n) {
-      const int column = tile_of(first + i) * 8 + m;
+    for_sums<8>(count, sums, [&](int i, int m, int n, float x, bool has) {
+      if (has) x += bias_at(bias, tile_of(first + i) * 8 + m);
+      x = rounded(x);
+      const float next = neighbour(x, 1);
+      if (!has || m % 2 != 0) return;
       const float2 residual = unpack(smem.residual[((first + i) * 4 + m / 2) * kRows + n]);
-      const float low = rounded(total(sums, i, m, n) + bias_at(bias, column));
-      const float high = rounded(total(sums, i, m + 1, n) + bias_at(bias, column + 1));
-      put_residual(to, first + i, m, n, residual.x + low, residual.y + high);
+      put_residual(to, first + i, m, n, residual.x + x, residual.y + next);
     });
   }
   /// silu(gate) * up; a tile has 8 rows of gate, then the same of up.
   __device__ void emit_active(int first, int count, const float* sums, uint32_t* to, const void* bias) const {
-    for_pairs<8>(count, [&](int i, int m, int n) {
-      const int column = tile_of(first + i) * 8 + m;
-      float y[2];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const float gate = rounded(total(sums, i, m + j, n) + bias_at(bias, column + j));
-        const float up = rounded(total(sums, i, m + j + 8, n) + bias_at(bias, p.intermediate + column + j));
-        y[j] = silu(gate) * up;
-      }
-      publish(to + (static_cast<int64_t>(n) * p.intermediate + column) / 2, pack_pair<bf16>(y[0], y[1]));
+    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
+      const int column = tile_of(first + i) * 8 + m % 8;
+      if (has) x += bias_at(bias, column + (m < 8 ? 0 : p.intermediate));
+      x = rounded(x);
+      const float y = silu(x) * neighbour(x, 8), next = neighbour(y, 1);
+      if (has && m < 8 && m % 2 == 0)
+        publish(to + (static_cast<int64_t>(n) * p.intermediate + column) / 2, pack_pair<bf16>(y, next));
     });
   }
   __device__ void emit_logits(int first, int count, const float* sums) const {
-    for_pairs<16>(count, [&](int i, int m, int n) {
+    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
       const int column = tile_of(first + i) * 16 + m;
-      bf16* to = static_cast<bf16*>(p.logits) + static_cast<int64_t>(n) * p.vocab + column;
-      if (column < p.vocab) to[0] = __float2bfloat16_rn(total(sums, i, m, n));
-      if (column + 1 < p.vocab) to[1] = __float2bfloat16_rn(total(sums, i, m + 1, n));
+      if (has && column < p.vocab)
+        static_cast<bf16*>(p.logits)[static_cast<int64_t>(n) * p.vocab + column] = __float2bfloat16_rn(x);
     });
   }
 };
@@ -380,8 +407,8 @@ __global__ void __launch_bounds__(kAllThreads, 1)
 #pragma unroll 1
   for (int i = threadIdx.x; i < p.num_layers * kDecoderStepPointers; i += kAllThreads)
     reinterpret_cast<uint64_t*>(layers)[i] = reinterpret_cast<const uint64_t*>(p.layers)[i];
+  if (threadIdx.x / 32 == 1) smem.split.init(p);
   if (threadIdx.x == 0) {
-    smem.split.init(p);
 #pragma unroll 1
     for (int i = 0; i < num_slots; ++i) {
       mbarrier_init(shared_address(&smem.full[i]), 32);

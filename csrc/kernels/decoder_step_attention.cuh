@@ -15,9 +15,9 @@
 namespace nanovllm::kernels::step {
 
 constexpr int kMaxGroup = kDecoderStepMaxGroup;
-constexpr int kMinPart = 256;       // tokens of a context, at least, that are worth another block
+constexpr int kMinPart = 64;        // tokens of a context, at least, that are worth another block
 constexpr int kPass = 16 * kWarps;  // tokens that a block takes at a time
-constexpr int kCombined = 4;        // parts that a thread loads at a time
+constexpr int kCombined = 8;        // parts that a thread loads at a time
 constexpr int kHeadPad = 4;         // floats after a head of a partial result: maximum, sum, two unused
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -25,25 +25,37 @@ constexpr float kLog2E = 1.4426950408889634f;
 struct Split {
   int len[kRows], parts[kRows], part_tokens[kRows], first_item[kRows + 1];
 
-  /// One thread's.
+  /// A warp's. The smallest parts for which every item has a block of its own, found by trying one size a
+  /// lane; whole contexts where there are more rows and KV heads than blocks.
   __device__ void init(const DecoderStepParams& p) {
-    const int64_t limit = p.max_blocks << p.block_shift;
-    int64_t sum = 0;
-#pragma unroll 1
-    for (int r = 0; r < p.rows; ++r) {
-      len[r] = static_cast<int>(min(max(static_cast<int64_t>(p.context_lens[r]), int64_t{0}), limit));
-      sum += len[r];
+    const int lane = threadIdx.x % 32;
+    if (lane < p.rows) {
+      const int64_t limit = p.max_blocks << p.block_shift;
+      len[lane] = static_cast<int>(min(max(static_cast<int64_t>(p.context_lens[lane]), int64_t{0}), limit));
     }
-    const int blocks = gridDim.x, spare = max(blocks - p.rows * p.num_kv_heads, (blocks + 3) / 4);
-    const int64_t target = max(static_cast<int64_t>(kMinPart), (sum * p.num_kv_heads + spare - 1) / spare);
+    __syncwarp();
+    int64_t sum = 0;
+    int longest = 1;
+#pragma unroll 1
+    for (int r = 0; r < p.rows; ++r) sum += len[r], longest = max(longest, len[r]);
+    const int blocks = gridDim.x;
+    const int least = max(static_cast<int>(sum * p.num_kv_heads / blocks) + 1, kMinPart);
+    int size = lane == 31 ? longest : min(least + least / 16 * lane, longest);
+    int items = 0;
+#pragma unroll 1
+    for (int r = 0; r < p.rows; ++r) items += max((len[r] + size - 1) / size, 1) * p.num_kv_heads;
+    const uint32_t fits = __ballot_sync(~0u, items <= blocks);
+    size = __shfl_sync(~0u, size, fits == 0 ? 31 : __ffs(fits) - 1);
+    if (lane < p.rows) {
+      const int wanted = max((len[lane] + size - 1) / size, 1);
+      part_tokens[lane] = max((len[lane] + wanted - 1) / wanted + 15 & ~15, 16);
+      parts[lane] = max((len[lane] + part_tokens[lane] - 1) / part_tokens[lane], 1);
+    }
+    __syncwarp();
+    if (lane > 0) return;
     first_item[0] = 0;
 #pragma unroll 1
-    for (int r = 0; r < p.rows; ++r) {
-      const int wanted = max(static_cast<int>((len[r] + target - 1) / target), 1);
-      part_tokens[r] = max((len[r] + wanted - 1) / wanted + 15 & ~15, 16);
-      parts[r] = max((len[r] + part_tokens[r] - 1) / part_tokens[r], 1);
-      first_item[r + 1] = first_item[r] + parts[r] * p.num_kv_heads;
-    }
+    for (int r = 0; r < p.rows; ++r) first_item[r + 1] = first_item[r] + parts[r] * p.num_kv_heads;
   }
 };
 

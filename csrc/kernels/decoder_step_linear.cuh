@@ -15,7 +15,9 @@
 
 namespace nanovllm::kernels::step {
 
-constexpr int kSumsFloats = kGroup * kWarps * 128;  // a tile is 16 x 8
+constexpr int kSumsPitch = 20;  // of a batch row's 16 sums: no bank conflicts
+constexpr int kSumsTile = kDecoderStepMaxRows * kSumsPitch;
+constexpr int kSumsFloats = kGroup * kWarps * kSumsTile;
 constexpr int kRows = kDecoderStepMaxRows;
 
 enum NamedBarrier { kConsumers = 1, kReset = 2, kResetDone = 3 };
@@ -105,7 +107,7 @@ __device__ float fetch_activations(const Consumer<kR>& c, const uint32_t* from, 
 /// x / rms(x) * weight of vectors [rows, depth], depth <= kDepth, to `activations`, rounded as rms_norm does.
 template <int kR>
 __device__ void fetch_normed(Consumer<kR>& c, const uint32_t* from, const void* weight, int depth,
-                             float eps) {
+                             float inverse_depth, float eps) {
   constexpr int kTile = 16, kVectors = Consumer<kR>::kVectors;
   const int count = c.template num_vectors<kTile>(depth);
   uint32_t w[kVectors][4];  // the first ones, under the wait for x
@@ -127,7 +129,7 @@ __device__ void fetch_normed(Consumer<kR>& c, const uint32_t* from, const void* 
   const float4 low = of_row[0], high = of_row[1];
   static_assert(kWarps == 8);
   const float total = ((low.x + low.y) + (low.z + low.w)) + ((high.x + high.y) + (high.z + high.w));
-  const float scale = rsqrtf(total / static_cast<float>(depth) + eps);
+  const float scale = rsqrtf(total * inverse_depth + eps);
 #pragma unroll 1
   for (int base = c.lane; base - c.lane < count; base += 32 * kVectors) {
 #pragma unroll
@@ -150,11 +152,12 @@ __device__ void fetch_normed(Consumer<kR>& c, const uint32_t* from, const void* 
 
 /// The sum over warps of one element of a tile: weight row m, batch row n.
 __device__ inline float total(const float* sums, int tile, int m, int n) {
-  const float* at = sums + tile * kWarps * 128 + (m % 8 * 4 + n / 2) * 4 + n % 2 + m / 8 * 2;
-  float sum = 0;
+  const float* at = sums + tile * kWarps * kSumsTile + n * kSumsPitch + m;
+  float x[kWarps];
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) sum += at[w * 128];
-  return sum;
+  for (int w = 0; w < kWarps; ++w) x[w] = at[w * kSumsTile];
+  static_assert(kWarps == 8);
+  return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7]));
 }
 
 /// Products of the next kCount slots, of as many tiles, with the activations at `x_at`, added to `acc`. All
@@ -193,12 +196,11 @@ __device__ void multiply_slots(Consumer<kR>& c, float (&acc)[kGroup][4][4], uint
   c.ring.release_last(kCount);
 }
 
-/// This block's tiles of a matrix times `activations`. `fetch(block)` puts the columns from `block` on there;
-/// `emit(first, count, sums)` takes the sums of tiles first .. first + count.
+/// This block's `tiles` of a matrix times `activations`. `fetch(block)` puts the columns from `block` on
+/// there; `emit(first, count, sums)` takes the sums of tiles first .. first + count.
 template <int kTile, int kR, class Fetch, class Emit>
-__device__ void multiply(Consumer<kR>& c, int depth, int total_tiles, Fetch const& fetch, Emit const& emit) {
+__device__ void multiply(Consumer<kR>& c, int depth, int tiles, Fetch const& fetch, Emit const& emit) {
   using S = Slot<kTile>;
-  const int tiles = num_tiles(total_tiles);
   const uint32_t weight_offset = c.lane / 4 * S::kPitch + c.warp * S::kSteps * 64 + c.lane % 4 * 16;
   // Columns of the product past the rows mean nothing: their lanes repeat another row.
   const uint32_t x_lane = shared_address(&c.vector(c.warp * S::kSteps, c.lane));
@@ -226,12 +228,13 @@ __device__ void multiply(Consumer<kR>& c, int depth, int total_tiles, Fetch cons
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       if (i >= count) break;
-      float4 sum;
-      sum.x = (acc[i][0][0] + acc[i][1][0]) + (acc[i][2][0] + acc[i][3][0]);
-      sum.y = (acc[i][0][1] + acc[i][1][1]) + (acc[i][2][1] + acc[i][3][1]);
-      sum.z = (acc[i][0][2] + acc[i][1][2]) + (acc[i][2][2] + acc[i][3][2]);
-      sum.w = (acc[i][0][3] + acc[i][1][3]) + (acc[i][2][3] + acc[i][3][3]);
-      if (c.lane % 4 * 2 < kR) reinterpret_cast<float4*>(sums + (i * kWarps + c.warp) * 128)[c.lane] = sum;
+      float* to = sums + (i * kWarps + c.warp) * kSumsTile + c.lane / 4;
+#pragma unroll
+      for (int e = 0; e < (kTile == 16 ? 4 : 2); ++e) {
+        const int n = c.lane % 4 * 2 + e % 2;
+        if (n < kR)
+          to[n * kSumsPitch + e / 2 * 8] = (acc[i][0][e] + acc[i][1][e]) + (acc[i][2][e] + acc[i][3][e]);
+      }
     }
     c.turn ^= 1;
     c.sync();

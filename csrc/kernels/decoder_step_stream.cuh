@@ -89,11 +89,11 @@ struct Streamer {
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   }
 
-  /// Copies this block's tiles of a matrix with `depth` columns; `rows(tile, i)`: rows 8 i .. 8 i + 7 of one.
+  /// Copies this block's `tiles` of a matrix with `depth` columns; `rows(tile, i)`: rows 8 i .. 8 i + 7 of
+  /// one.
   template <int kTile, class Rows>
-  __device__ void matrix(int depth, int total_tiles, Rows const& rows) {
+  __device__ void matrix(int depth, int tiles, Rows const& rows) {
     using S = Slot<kTile>;
-    const int tiles = num_tiles(total_tiles);
 #pragma unroll 1
     for (int first = 0; first < tiles; first += kGroup)
 #pragma unroll 1

@@ -18,7 +18,7 @@ from nanovllm.engine.context import Context, set_context
 from nanovllm.engine.kv_cache import block_bytes, max_useful_blocks, num_blocks_in_bytes, num_blocks_on_gpu
 from nanovllm.engine.row_table import Arrays, RowTable
 from nanovllm.engine.staging import FixedInputs, StagingBuffer
-from nanovllm.engine.step_graphs import MAX_GRAPH_TOKENS, DecodeGraphs, MixedGraphs, StepGraphs
+from nanovllm.engine.step_graphs import MAX_GRAPH_TOKENS, DecodeGraphs, FusedDecodeGraphs, MixedGraphs, StepGraphs
 from nanovllm.layers.logits import Logprobs, process_row
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder_step import DecoderStep, supports
@@ -176,7 +176,8 @@ class ModelRunner:
 
     def _make_graphs(self) -> list[StepGraphs]:
         pool = torch.cuda.graph_pool_handle()
-        return [DecodeGraphs(self, pool), MixedGraphs(self, pool)]
+        fused = [FusedDecodeGraphs(self, pool)] if self.decoder_step is not None else []
+        return [*fused, DecodeGraphs(self, pool), MixedGraphs(self, pool)]
 
     def _graph_bytes(self) -> int:
         """Memory that the graphs will take: that of the largest, captured for once without pages, and a margin."""

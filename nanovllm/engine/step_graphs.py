@@ -17,7 +17,7 @@ from nanovllm import ops
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.context import Context
 from nanovllm.engine.staging import InputLayout
-from nanovllm.models.decoder_step import MAX_ROWS_IN_ENGINE
+from nanovllm.models.decoder_step import MAX_FUSED_ROWS, MAX_FUSED_TOKENS
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -183,18 +183,15 @@ class DecodeGraphs(StepGraphs[int]):
         }
 
     def _step(self, size: int, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        r = self._runner
-        lens, tables, last = t["context_lens"], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
-        if r.decoder_step is not None and size <= MAX_ROWS_IN_ENGINE:
-            logits = r.decoder_step(last, tables, lens, r.kv_cache)
-        else:
-            logits = self._run_layers(size, t)
+        r, lens = self._runner, t["context_lens"]
+        last = r.rows.last_token_ids[:size]
+        logits = self._logits(size, t)
         sampled = torch.empty_like(last)
         r.sample(sampled, logits, {n: p[:size] for n, p in r.rows.params.items()}, t["sample_positions"])
         torch.where(lens > 0, sampled, last, out=last)
         return sampled, logits
 
-    def _run_layers(self, size: int, t: dict[str, Tensor]) -> Tensor:
+    def _logits(self, size: int, t: dict[str, Tensor]) -> Tensor:
         r = self._runner
         lens, tables, last = t["context_lens"], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
         positions, slots = r.positions[:size], r.slots[:size]
@@ -234,6 +231,24 @@ class DecodeGraphs(StepGraphs[int]):
         arrays["sample_positions"][:] = lens
         graph.launch()
         return graph
+
+
+class FusedDecodeGraphs(DecodeGraphs):
+    """The same steps by the runner's decoder_step: of few rows and tokens of context, where it is faster."""
+
+    def __init__(self, runner: ModelRunner, pool: Any) -> None:
+        super().__init__(runner, pool)
+        self.buckets = [size for size in self.buckets if size <= MAX_FUSED_ROWS]
+
+    def _logits(self, size: int, t: dict[str, Tensor]) -> Tensor:
+        r = self._runner
+        rows = r.rows.last_token_ids[:size], r.rows.block_tables[:size], t["context_lens"]
+        return r.decoder_step(*rows, r.kv_cache)
+
+    def find(self, batch: Batch, rows: np.ndarray) -> int | None:
+        if rows.max() >= self.buckets[-1] or sum(batch.decode_ends) > MAX_FUSED_TOKENS:
+            return None
+        return super().find(batch, rows)
 
 
 class MixedGraphs(StepGraphs[MixedBucket]):

@@ -11,8 +11,9 @@ from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 from nanovllm.ops.decoder_step import HEAD_DIMS, MAX_GROUP, MAX_HIDDEN, MAX_LAYERS, POINTERS
 
 _HOPPER = 9  # compute capability
-MAX_ROWS_IN_ENGINE = 4
-"""Beyond, the layers' operators are as fast: docs/kernels/decoder_step.md. The operator itself takes MAX_ROWS."""
+MAX_FUSED_ROWS = 4
+MAX_FUSED_TOKENS = 8192
+"""Of the rows' contexts together. Beyond either, the layers' operators are as fast: docs/kernels/decoder_step.md."""
 
 
 def supports(config: ModelConfig, device: torch.device) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine import step_graphs
 from nanovllm.engine.step_graphs import batch_buckets, longest_graph, mixed_buckets, smallest_mixed_bucket
 from tests.engine.cpu_graphs import use_graphs
 from tests.engine.test_end_to_end import PARAMS, PROMPTS, SAMPLED, make_llm
@@ -107,6 +108,34 @@ def test_the_smallest_graph_runs_when_few_are_left(qwen3, monkeypatch):
         replays = use_graphs(llm, monkeypatch)
         assert tokens_of(llm, PROMPTS[:12], params) == plain
     assert replays["DecodeGraphs"][1] >= 34
+
+
+def test_the_fused_step_takes_few_rows_and_short_contexts(qwen3, expected, monkeypatch):
+    """On CPU its place is taken by the layers, called as it is."""
+    monkeypatch.setattr(step_graphs, "MAX_FUSED_TOKENS", 150)
+    with make_llm(qwen3, max_num_seqs=7, max_num_batched_tokens=150) as llm:
+        replays, runner = use_graphs(llm, monkeypatch), llm.engine.runner
+        layers = runner.graphs[0]
+        taken: list[tuple[int, int]] = []
+
+        def decoder_step(token_ids, block_tables, context_lens, kv_cache):
+            taken.append((len(token_ids), int(context_lens.sum())))
+            assert kv_cache is runner.kv_cache and block_tables.shape == (
+                len(token_ids),
+                runner.rows.block_tables.shape[1],
+            )
+            return layers._logits(len(token_ids), {"context_lens": context_lens, "start_pos": context_lens - 1})
+
+        monkeypatch.setattr(runner, "decoder_step", decoder_step)
+        fused = step_graphs.FusedDecodeGraphs(runner, None)
+        assert fused.buckets == [1, 2, 4]
+        fused.capture()
+        runner.graphs.insert(0, fused)
+        taken.clear()
+        for few in (1, 2, 4, len(PROMPTS)):
+            assert tokens_of(llm, PROMPTS[:few], PARAMS) == expected[:few]
+        assert {rows for rows, _ in taken} >= {1, 2} and all(rows <= 4 and tokens <= 150 for rows, tokens in taken)
+        assert replays["DecodeGraphs"][7] > 0 and sum(replays["DecodeGraphs"].values()) > len(taken)
 
 
 def test_rows_that_need_the_host_run_from_graphs_too(qwen3, monkeypatch):

@@ -49,7 +49,7 @@ class ChatPanel {
       const response = await fetch("v1/chat/completions", {
         method: "POST",
         headers: { "Content-Type": "application/json", ...this.source.headers },
-        body: JSON.stringify({ model: this.model, messages, stream: true, max_tokens: 256 }),
+        body: JSON.stringify({ model: this.model, messages, stream: true, temperature: 0, max_tokens: 256 }),
         signal: abort.signal,
       });
       if (!response.ok) throw new Error(await reasonOf(response));

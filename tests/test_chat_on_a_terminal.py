@@ -19,7 +19,7 @@ from engine.tokenizer import byte_tokenizer
 from tests.real_model import REAL_MODEL, needs_real_model
 from tests.tiny import save_tiny
 
-PATIENCE = 60  # seconds until a test that hangs fails
+PATIENCE = 180  # seconds until a test that hangs fails
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 RATE = r"\d+ tokens, [\d.]+ tokens/s, first after [\d.]+ s\)"
 
@@ -31,7 +31,8 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         code = (
-            "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+            "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+            "signal.signal(signal.SIGINT, signal.default_int_handler); "  # may have been left ignored
             f"from nanovllm.cli import main; sys.exit(main({['chat', *arguments]!r}))"
         )
         environment = os.environ | {"TERM": "xterm", "OMP_NUM_THREADS": "1"}

@@ -23,7 +23,7 @@ def _biases(value: Any) -> Any:
     """Stops at the first bias that is no number."""
     for key, bias in value.items() if isinstance(value, dict) else ():
         if isinstance(bias, bool) or not isinstance(bias, (int, float)):
-            raise ValueError(f"expected numbers as values, got {described(bias)} for {key[:60]!r}")
+            raise ValueError(f"expected numbers as values, got {described(bias)} for {str(key)[:60]!r}")
     return value
 
 
@@ -33,9 +33,7 @@ Prompt = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1)]
 JsonObject = dict[str, Any]
 _Items = TypeVar("_Items")
-FirstBad = Annotated[
-    _Items, Field(fail_fast=True)
-]  # a list of which only the first bad item is told: a million may be bad
+FirstBad = Annotated[_Items, Field(fail_fast=True)]  # a list that tells its first bad item only: it may have a million
 _MAX_SEED = 2**63 - 1
 
 # Fields of OpenAI's or vLLM's API that change the answer and do not exist here: a client must hear of it.
@@ -109,7 +107,7 @@ class StructuredOutputs(_Strict):
         names = ("json", "json_object", "regex", "choice", "grammar")
         for name in data if isinstance(data, dict) else ():
             if name not in names:  # only the first one
-                raise ValueError(f"expected {', '.join(names)}, got {name[:60]!r}")
+                raise ValueError(f"expected {', '.join(names)}, got {str(name)[:60]!r}")
         return data
 
 

@@ -64,6 +64,10 @@ class StructuredOutputsParams:
                 json_module.dumps(schema)
             except (TypeError, ValueError) as e:
                 raise ValueError(f"StructuredOutputsParams.json: expected a JSON schema: {e}") from None
+            except RecursionError:
+                raise ValueError(
+                    "StructuredOutputsParams.json: expected a JSON schema, got one nested too deeply"
+                ) from None
             if not isinstance(schema, (dict, bool)):
                 raise ValueError(f"StructuredOutputsParams.json: expected a JSON schema, got {self.json!r}")
 

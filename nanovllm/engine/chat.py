@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# Arguments of transformers' apply_chat_template, which are no variables of a template
+_RESERVED = ("add_generation_prompt", "chat_template", "conversation", "messages", "tokenize", "tools")
+
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
     """Token ids of a conversation; the arguments and errors are those of render_chat_text."""
@@ -31,7 +34,8 @@ def render_chat_text(
         add_generation_prompt: end with the opening of the assistant's turn.
         tools: function descriptions for the template.
     Raises:
-        ValueError: no messages, a message without a role, no template, or the template refused the messages.
+        ValueError: no messages, a message without a role, no template, a reserved name among the variables, or the
+            template refused the messages.
     """
     if not messages:
         raise ValueError("messages: expected at least one message, got none")
@@ -41,6 +45,9 @@ def render_chat_text(
     if tokenizer is None or not (chat_template or tokenizer.chat_template):
         raise ValueError("chat: the model has no chat template; pass chat_template or use generate()")
     variables = dict(chat_template_kwargs or {})
+    for name in _RESERVED:
+        if name in variables:
+            raise ValueError(f"chat_template_kwargs: expected variables of the template, got the reserved name {name}")
     if enable_thinking is not None:
         variables["enable_thinking"] = enable_thinking
     try:

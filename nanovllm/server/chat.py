@@ -75,7 +75,8 @@ def _prepare(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -
             add_generation_prompt=body.add_generation_prompt,
         )
     except ValueError as e:
-        raise ApiError(400, str(e), "messages") from None
+        name = "chat_template_kwargs" if str(e).startswith("chat_template_kwargs") else "messages"
+        raise ApiError(400, str(e), name) from None
     room = max(service.llm.config.max_model_len - len(prompt), 1)
     params = sampling_params(body, service.llm.default_sampling_params, room, tools)
     try:

@@ -48,10 +48,11 @@ def _prepare(service: Service, body: CompletionRequest, given: list[Any]) -> tup
             token_ids = service.tokenize(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
             prompts.append(service.llm.check_request(token_ids, params))
         except (ValueError, TypeError) as e:
+            text = str(e)
+            if not text.startswith(("prompt: ", "prompt ")):  # about a parameter
+                raise ApiError(400, text) from None
             where = f"prompt[{i}]" if len(given) > 1 else "prompt"
-            raise ApiError(
-                400, f"{where}: {str(e).removeprefix('prompt: ').removeprefix('prompt ')}", "prompt"
-            ) from None
+            raise ApiError(400, f"{where}: {text[len('prompt') :].lstrip(': ')}", "prompt") from None
     return prompts, params
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from nanovllm.server.errors import ApiError
+from nanovllm.server.prompts import Prompts, check_prompts, described
 
 TOKEN_ID = "x-token-id"  # marks token ids in the OpenAPI description, for their bound
 
@@ -18,11 +19,21 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _biases(value: Any) -> Any:
+    """Stops at the first bias that is no number."""
+    for key, bias in value.items() if isinstance(value, dict) else ():
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)):
+            raise ValueError(f"expected numbers as values, got {described(bias)} for {str(key)[:60]!r}")
+    return value
+
+
 Int = Annotated[int, BeforeValidator(_whole)]
 TokenId = Annotated[Int, Field(ge=0, json_schema_extra={TOKEN_ID: True})]
 Prompt = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1)]
 JsonObject = dict[str, Any]
+_Items = TypeVar("_Items")
+FirstBad = Annotated[_Items, Field(fail_fast=True)]  # a list that tells its first bad item only: it may have a million
 _MAX_SEED = 2**63 - 1
 
 # Fields of OpenAI's or vLLM's API that change the answer and do not exist here: a client must hear of it.
@@ -87,8 +98,17 @@ class StructuredOutputs(_Strict):
     json_: JsonObject | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: Annotated[list[StopString], Field(min_length=1)] | None = None
+    choice: Annotated[list[StopString], Field(min_length=1, fail_fast=True)] | None = None
     grammar: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, data: Any) -> Any:
+        names = ("json", "json_object", "regex", "choice", "grammar")
+        for name in data if isinstance(data, dict) else ():
+            if name not in names:  # only the first one
+                raise ValueError(f"expected {', '.join(names)}, got {str(name)[:60]!r}")
+        return data
 
 
 class SamplingRequest(_Strict):
@@ -100,11 +120,11 @@ class SamplingRequest(_Strict):
     temperature: float | None = Field(None, ge=0, le=1e4)
     top_p: float | None = Field(None, gt=0, le=1)
     n: Int | None = Field(1, ge=1, le=128)
-    stop: StopString | Annotated[list[StopString], Field(max_length=64)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)] | None = None
     seed: Int | None = Field(None, ge=-_MAX_SEED, le=_MAX_SEED)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     # vLLM's
@@ -112,14 +132,14 @@ class SamplingRequest(_Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: Int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: FirstBad[list[TokenId]] | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=1e4)
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     # vLLM's older names of structured_outputs
     guided_json: SkipJsonSchema[JsonObject | str | None] = None
     guided_regex: SkipJsonSchema[str | None] = None
-    guided_choice: SkipJsonSchema[list[str] | None] = None
+    guided_choice: SkipJsonSchema[FirstBad[list[str]] | None] = None
     guided_grammar: SkipJsonSchema[str | None] = None
     request_id: str | None = None
 
@@ -133,13 +153,17 @@ class SamplingRequest(_Strict):
         return data
 
 
+# What check_prompts allows, for the OpenAPI description
+_PromptSchema = (
+    Prompt
+    | Annotated[list[Prompt], Field(min_length=1)]
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+)
+
+
 class CompletionRequest(SamplingRequest):
-    prompt: (
-        Prompt
-        | Annotated[list[Prompt], Field(min_length=1)]
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
-    )
+    prompt: Annotated[Prompts, PlainValidator(check_prompts, json_schema_input_type=_PromptSchema)]
     max_tokens: Int | None = Field(None, ge=1)
     logprobs: Int | None = Field(None, ge=0, le=20)
     echo: bool | None = False
@@ -165,9 +189,9 @@ class ToolCall(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | FirstBad[list[ContentPart]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: FirstBad[list[ToolCall]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -207,6 +231,8 @@ def _as_object(arguments: str | JsonObject) -> Any:
         return arguments
     try:
         return json.loads(arguments or "{}")
+    except RecursionError:
+        raise ApiError(400, "messages: the arguments of a tool call are nested too deeply", "messages") from None
     except ValueError:
         return arguments
 
@@ -233,12 +259,12 @@ class NamedToolChoice(_Strict):
 
 
 class ChatRequest(SamplingRequest):
-    messages: list[Message] = Field(min_length=1)
+    messages: FirstBad[list[Message]] = Field(min_length=1)
     max_tokens: Int | None = Field(None, ge=1)
     max_completion_tokens: Int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: Int | None = Field(None, ge=0, le=20)
-    tools: list[Tool] | None = None
+    tools: FirstBad[list[Tool]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True
     chat_template_kwargs: JsonObject | None = None
@@ -259,8 +285,8 @@ class TokenizeTextRequest(_Strict):
 
 class TokenizeChatRequest(_Strict):
     model: str | None = None
-    messages: list[Message] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: FirstBad[list[Message]] = Field(min_length=1)
+    tools: FirstBad[list[Tool]] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: JsonObject | None = None
     return_token_strs: bool | None = False
@@ -268,7 +294,7 @@ class TokenizeChatRequest(_Strict):
 
 class DetokenizeRequest(_Strict):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: FirstBad[list[TokenId]]
 
 
 class EmbeddingRequest(_Strict):

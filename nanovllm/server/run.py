@@ -20,6 +20,7 @@ from nanovllm.server.app import make_app
 from nanovllm.server.config import ServerConfig
 
 logger = logging.getLogger("nanovllm.server")
+_BACKLOG = 2048  # connections that wait for the server to take them
 _GRACE = 5  # seconds that clients have to take in that the server is going
 SWITCH_INTERVAL = 1e-5  # seconds after which the engine's thread gets Python back from a busy event loop
 
@@ -92,12 +93,16 @@ class _Server(uvicorn.Server):
 
 @contextmanager
 def listening(config: ServerConfig) -> Iterator[socket.socket]:
-    """A socket with the configured address; OSError when it cannot be had."""
+    """A socket that listens on the configured address; OSError when it cannot be had.
+
+    It listens at once: with SO_REUSEADDR, two servers can both bind a port on which none listens yet.
+    """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             sock.bind((config.host, config.port))
+            sock.listen(_BACKLOG)
         except OSError as e:
             raise OSError(f"serve: cannot listen on {config.host}:{config.port}: {e.strerror}") from e
         yield sock

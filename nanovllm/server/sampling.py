@@ -26,6 +26,7 @@ _SAME_NAME = (
     "repetition_penalty",
     "skip_special_tokens",
 )
+_MAX_DIGITS = 20  # of a token id; int() refuses thousands of them
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
@@ -71,8 +72,9 @@ def _max_tokens(request: CompletionRequest | ChatRequest, room: int) -> int:
 
 def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     for key in given:
-        if not key.isascii() or not key.isdigit():
-            raise ApiError(400, f"logit_bias: expected token ids as keys, got {key!r}", "logit_bias")
+        if not key.isascii() or not key.isdigit() or len(key) > _MAX_DIGITS:
+            got = repr(key) if len(key) <= 60 else f"{key[:60]!r}... of {len(key)} characters"
+            raise ApiError(400, f"logit_bias: expected token ids as keys, got {got}", "logit_bias")
     return {int(key): bias for key, bias in given.items()}
 
 
@@ -106,5 +108,8 @@ def _tool_schema(request: ChatRequest, tools: list[dict[str, Any]]) -> dict[str,
     if request.named_function is not None:
         return next(t for t in tools if t["name"] == request.named_function).get("parameters") or {"type": "object"}
     if request.tool_choice == "required":
-        return required_schema(tools, request.parallel_tool_calls is not False)
+        try:
+            return required_schema(tools, request.parallel_tool_calls is not False)
+        except ValueError as e:
+            raise ApiError(400, str(e), "tools") from None
     return None

@@ -296,13 +296,16 @@ def required_schema(tools: list[dict[str, Any]], parallel: bool) -> dict[str, An
     """JSON schema of an array of calls of any of `tools` (their "function" objects).
 
     Raises:
-        ValueError: two of them define different things under the same name in $defs.
+        ValueError: $defs of one is no object, or two of them define different things under the same name there.
     """
     defs: dict[str, Any] = {}
     items = []
     for tool in tools:
         parameters = dict(tool.get("parameters") or {"type": "object"})
-        for name, definition in parameters.pop("$defs", {}).items():
+        definitions = parameters.pop("$defs", {})
+        if not isinstance(definitions, dict):
+            raise ValueError(f"tools: expected an object as $defs of {tool['name']}, got {str(definitions)[:60]}")
+        for name, definition in definitions.items():
             if defs.setdefault(name, definition) != definition:
                 raise ValueError(f"tools: expected one definition of $defs.{name}, got two")
         items.append(

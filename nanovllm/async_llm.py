@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.build import build_engine
-from nanovllm.engine.llm_engine import Prompt, Request, StepResult
+from nanovllm.engine.llm_engine import CheckedPrompt, Prompt, Request, StepResult
 from nanovllm.outputs import RequestOutput
 from nanovllm.parallel.progress import WorkerError
 from nanovllm.sampling_params import SamplingParams
@@ -83,7 +83,7 @@ class AsyncLLM:
         """Whether requests can be served: False after shutdown(), or when the engine cannot go on."""
         return self._thread.is_alive() and self._fatal is None
 
-    def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
         """Token ids of a request that can run, from any thread; raises ValueError or TypeError for one that cannot."""
         with self._tokenizer_lock if isinstance(prompt, str) else contextlib.nullcontext():
             return self.engine.check_request(prompt, params)

@@ -24,19 +24,23 @@ def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
         raise ValueError(f"SamplingParams.{name}: expected an integer {allowed}, got {value!r}")
 
 
+_MAX_CHOICES = 4096
+_MAX_FORM_BYTES = 256 * 1024
+
+
 @dataclass(slots=True, frozen=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form that an output must have: exactly one of these.
+    """The form that an output must have: exactly one of these, of at most 256 KiB.
 
     Args:
         json: a JSON schema, as an object or its text.
         json_object: True for any JSON object.
         regex: the whole output matches it.
-        choice: the output is one of these strings.
+        choice: the output is one of these strings, at most 4,096.
         grammar: a grammar in Lark's notation.
     Raises:
-        ValueError: none or several are given, or a value is of the wrong kind. Whether a schema, regex or grammar makes
-        sense is seen when a request is added.
+        ValueError: none or several are given, or a value is of the wrong kind or too large. Whether a schema, regex
+        or grammar makes sense is seen when a request is added.
     """
 
     json: str | dict[str, Any] | bool | None = None
@@ -58,6 +62,10 @@ class StructuredOutputsParams:
             is_list = isinstance(self.choice, (list, tuple)) and len(self.choice) > 0
             if not is_list or not all(isinstance(c, str) and c for c in self.choice):
                 raise ValueError(f"StructuredOutputsParams.choice: expected non-empty strings, got {self.choice!r}")
+            if len(self.choice) > _MAX_CHOICES:
+                raise ValueError(
+                    f"StructuredOutputsParams.choice: expected at most {_MAX_CHOICES} strings, got {len(self.choice)}"
+                )
         if self.json is not None:
             try:
                 schema = json_module.loads(self.json) if isinstance(self.json, str) else self.json
@@ -70,6 +78,13 @@ class StructuredOutputsParams:
                 ) from None
             if not isinstance(schema, (dict, bool)):
                 raise ValueError(f"StructuredOutputsParams.json: expected a JSON schema, got {self.json!r}")
+        self._check_size(given[0])
+
+    def _check_size(self, name: str) -> None:
+        value = getattr(self, name)
+        text = value if isinstance(value, str) else json_module.dumps(value, ensure_ascii=False)
+        if (size := len(text.encode(errors="surrogatepass"))) > _MAX_FORM_BYTES:
+            raise ValueError(f"StructuredOutputsParams.{name}: expected at most {_MAX_FORM_BYTES} bytes, got {size}")
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

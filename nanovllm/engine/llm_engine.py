@@ -12,7 +12,7 @@ import xxhash
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.detokenizer import Detokenizer
-from nanovllm.engine.grammar import Grammars
+from nanovllm.engine.grammar import CompiledForm, Grammars
 from nanovllm.engine.observer import Observer
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -62,6 +62,16 @@ class SequenceData:
     index: int
     detokenizer: Detokenizer | None
     logprobs: list[dict[int, Logprob]] | None
+
+
+class CheckedPrompt(list[int]):
+    """Token ids of a request that can run, and the form of its output where it has one."""
+
+    __slots__ = ("form",)
+
+    def __init__(self, token_ids: list[int], form: CompiledForm | None) -> None:
+        super().__init__(token_ids)
+        self.form = form
 
 
 @dataclass(slots=True)
@@ -137,8 +147,11 @@ class LLMEngine:
             wrong = next(t for t in token_ids if t < 0 or (limit is not None and t >= limit))
             raise ValueError(f"{what}: expected token ids in [0, {limit}), got {wrong}")
 
-    def check_request(self, prompt: Prompt, params: SamplingParams) -> list[int]:
-        """Token ids of a request that can run; raises ValueError or TypeError for one that never can."""
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
+        """Token ids of a request that can run; raises ValueError or TypeError for one that never can.
+
+        Compiles its form, which may take seconds: servers call this in another thread than the engine's.
+        """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params: expected SamplingParams, got {type(params).__name__}")
         token_ids = self.tokenize(prompt)
@@ -147,9 +160,8 @@ class LLMEngine:
         self._check_ids("SamplingParams.logit_bias", params.logit_bias or ())
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"SamplingParams.stop: the model has no tokenizer, got {params.stop!r}")
-        if params.structured_outputs is not None:
-            self.grammars.start(params.structured_outputs)
-        return token_ids
+        form = params.structured_outputs
+        return CheckedPrompt(token_ids, None if form is None else self.grammars.compile(form))
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams, request_id: str | None = None, stream: bool = False
@@ -169,9 +181,12 @@ class LLMEngine:
         request_id: str | None,
         stream: bool,
     ) -> Request:
-        """Queues a request whose token_ids come from check_request."""
+        """Queues a request whose token_ids come from check_request (any list will do for one without a form)."""
         if request_id in self.requests:
             raise ValueError(f"request_id: expected one not in use, got {request_id!r}")
+        form = token_ids.form if isinstance(token_ids, CheckedPrompt) else None
+        if (form is None) != (params.structured_outputs is None):
+            raise ValueError("token_ids: expected those of check_request with the same structured_outputs")
         number = self.num_requests
         self.num_requests += 1
         if request_id is None:
@@ -180,7 +195,6 @@ class LLMEngine:
                 request_id += "-"
         text = prompt if isinstance(prompt, str) else None
         request = Request(request_id, text, token_ids, params, time.perf_counter())
-        form = params.structured_outputs
         for index in range(params.n):
             seq = Sequence(
                 token_ids,
@@ -189,7 +203,7 @@ class LLMEngine:
                 self.eos_token_ids,
                 self.config.max_model_len,
                 self._seed(params, number, index),
-                None if form is None else self.grammars.start(form),
+                None if form is None else form.start(),
             )
             watched = self.tokenizer is not None and (stream or params.stop_strings)
             detokenizer = self._detokenizer(params) if watched else None

@@ -16,7 +16,7 @@ from nanovllm.server.generation import Generation, Piece, TokenLogprobs
 from nanovllm.server.logprobs import chat_logprobs
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.reasoning import ThinkParser
-from nanovllm.server.sampling import sampling_params
+from nanovllm.server.sampling import may_have_form, sampling_params
 from nanovllm.server.service import Service
 from nanovllm.server.tools import PARSERS, ArrayParser, CallPiece, NamedParser, ToolParser
 
@@ -33,7 +33,7 @@ async def create(service: Service, body: ChatRequest) -> Answer:
     service.check_model(body.model)
     tools = _tools(service, body)
     with service.admitted(body.n or 1) as room:
-        prompt, params = await service.prepare(_prepare, service, body, tools)
+        prompt, params = await service.prepare(_prepare, service, body, tools, compiles=may_have_form(body))
         generation = service.start([prompt], params, f"chatcmpl-{uuid.uuid4().hex}", arrival, room)
     writer = _Writer(service, body, generation, params, prompt)
     chunks = writer.stream() if body.stream else writer.whole()

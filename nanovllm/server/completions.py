@@ -13,7 +13,7 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.generation import Generation, Piece
 from nanovllm.server.logprobs import CompletionLogprobs
 from nanovllm.server.protocol import CompletionRequest
-from nanovllm.server.sampling import sampling_params
+from nanovllm.server.sampling import may_have_form, sampling_params
 from nanovllm.server.service import Service
 
 
@@ -27,7 +27,7 @@ async def create(service: Service, body: CompletionRequest) -> Answer:
     service.check_model(body.model)
     given: list[Any] = body.prompt if _is_several(body.prompt) else [body.prompt]  # type: ignore[assignment]
     with service.admitted(len(given) * (body.n or 1)) as room:
-        prompts, params = await service.prepare(_prepare, service, body, given)
+        prompts, params = await service.prepare(_prepare, service, body, given, compiles=may_have_form(body))
         request_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         generation = service.start(prompts, params, f"cmpl-{uuid.uuid4().hex}", arrival, room)
     writer = _Writer(service, body, generation, params, prompts, request_id)

@@ -78,6 +78,14 @@ def _logit_bias(given: dict[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in given.items()}
 
 
+def may_have_form(request: SamplingRequest) -> bool:
+    """Whether structured_outputs may find one: told at once, without looking at what was asked for."""
+    names = ("structured_outputs", "response_format", *_GUIDED)
+    if any(getattr(request, name) is not None for name in names):
+        return True
+    return isinstance(request, ChatRequest) and request.tool_choice not in (None, "auto", "none")
+
+
 def structured_outputs(request: SamplingRequest, tools: list[dict[str, Any]]) -> StructuredOutputsParams | None:
     """The form of the answer that the request asks for, in OpenAI's way, vLLM's, vLLM's older one, or by tool_choice.
 

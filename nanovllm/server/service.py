@@ -21,7 +21,8 @@ from nanovllm.server.metrics import Metrics, RequestTimer
 from nanovllm.server.tools import detect_parser
 
 T = TypeVar("T")
-_NUM_WORKERS = 4  # threads that tokenise prompts and compile grammars
+_NUM_WORKERS = 4  # threads that tokenise prompts
+_NUM_COMPILERS = 2  # threads for requests whose answer has a form: a compile may take a second
 
 
 class Service:
@@ -50,6 +51,7 @@ class Service:
             llm.tokenizer.encode("")  # sets what the tokenizer's file left to be set, so that threads only read later
             self._longest_token = longest_token_bytes(llm.tokenizer)
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="nanovllm-prepare")
+        self._compilers = ThreadPoolExecutor(_NUM_COMPILERS, thread_name_prefix="nanovllm-compile")
         self.num_open = 0  # sequences asked for and not ended
         self._generations: set[Generation] = set()
 
@@ -63,7 +65,8 @@ class Service:
         asyncio.get_running_loop().call_later(self.config.shutdown_timeout, end_all)
 
     def close(self) -> None:
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._workers, self._compilers):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     # Checks
 
@@ -105,9 +108,10 @@ class Service:
 
     # Work that takes time
 
-    async def prepare(self, work: Callable[..., T], *args: Any) -> T:
-        """work(*args) in a worker thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
+    async def prepare(self, work: Callable[..., T], *args: Any, compiles: bool = False) -> T:
+        """work(*args) in a worker thread; one that compiles a form is in nobody else's way."""
+        executor = self._compilers if compiles else self._workers
+        return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
 
     def render(self, messages: list[dict[str, Any]], **template: Any) -> list[int]:
         """Token ids of a conversation.

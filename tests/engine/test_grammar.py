@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine.fakes import run_all
+from engine.fakes import by_hash, make_engine, run_all
 from engine.tokenizer import byte_tokenizer
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -17,7 +19,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.logits import needs_processing, process_row
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'nanovllm[server]'")
-from nanovllm.engine.grammar import Grammars
+from nanovllm.engine.grammar import Grammars, _shortened
 
 EOS = 0
 VOCAB = 320  # more than the tokenizer has: the rest can never follow
@@ -46,24 +48,24 @@ def test_texts_of_the_form_are_allowed_and_no_others(name: str) -> None:
     form, texts = FORMS[name]
     compiled = grammars()
     for text in texts:
-        grammar = compiled.start(StructuredOutputsParams(**form))
+        grammar = compiled.compile(StructuredOutputsParams(**form)).start()
         ids = byte_tokenizer().encode(text)
         for i, token_id in enumerate(ids):
             allowed = grammar.allowed(ids[:i], VOCAB)
             assert allowed.shape == (VOCAB,) and allowed[token_id], f"{text!r}: token {i}"
             assert not allowed[len(byte_tokenizer()) :].any()
         assert grammar.allowed(ids, VOCAB)[EOS]
-    grammar = compiled.start(StructuredOutputsParams(**form))
+    grammar = compiled.compile(StructuredOutputsParams(**form)).start()
     assert not grammar.allowed([], VOCAB)[byte_tokenizer().encode("#")[0]]
 
 
 def test_only_eos_follows_a_complete_form_and_a_broken_one() -> None:
     compiled = grammars()
-    grammar = compiled.start(StructuredOutputsParams(choice=["ab"]))
+    grammar = compiled.compile(StructuredOutputsParams(choice=["ab"])).start()
     ids = byte_tokenizer().encode("ab")
     for tokens in (ids, [*ids, EOS], [*ids, EOS, EOS]):
         assert np.flatnonzero(grammar.allowed(tokens, VOCAB)).tolist() == [EOS]
-    broken = compiled.start(StructuredOutputsParams(choice=["ab"]))
+    broken = compiled.compile(StructuredOutputsParams(choice=["ab"])).start()
     assert np.flatnonzero(broken.allowed(byte_tokenizer().encode("zz"), VOCAB)).tolist() == [EOS]
 
 
@@ -73,21 +75,74 @@ def test_only_eos_follows_a_complete_form_and_a_broken_one() -> None:
         ({"regex": "(a"}, "structured_outputs.regex: .*unclosed group"),
         ({"json": {"type": "nonsense"}}, "structured_outputs.json: .*nonsense"),
         ({"grammar": "start: missing"}, "structured_outputs.grammar: .*missing"),
+        ({"regex": "(a{1000}){1000}"}, "structured_outputs.regex: .*too many expressions constructed$"),
+        ({"regex": "b{5}(a{1000}){1000}"}, "structured_outputs.regex: .*too many expressions constructed$"),
     ],
 )
 def test_forms_that_make_no_sense(form: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        grammars().start(StructuredOutputsParams(**form))
+        grammars().compile(StructuredOutputsParams(**form)).start()
+
+
+def test_errors_leave_out_the_insides_of_the_compiler() -> None:
+    panic = "panic: assertion failed: a < b\n<backtrace>\n   0: <unknown>\n   1: type_call\n"
+    assert _shortened(panic) == "panic: assertion failed: a < b"
+    assert _shortened("thread died\nstack backtrace:\n   0: std::panic") == "thread died"
+    assert _shortened("regex parse error:\n    (a\n    ^\nerror: unclosed group") == (
+        "regex parse error: (a ^ error: unclosed group"
+    )
+    assert len(_shortened("x" * 10**6)) < 1100
+
+
+def test_a_slow_compile_is_in_the_way_of_its_own_form_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, began, go_on, count = grammars(), threading.Event(), threading.Event(), []
+    compile_now = compiled._compile
+
+    def slowly(kind: str, text: str) -> Any:
+        count.append(text)
+        if text == "slow":
+            began.set()
+            assert go_on.wait(60)
+        return compile_now(kind, text)
+
+    monkeypatch.setattr(compiled, "_compile", slowly)
+    slow, fast = StructuredOutputsParams(regex="slow"), StructuredOutputsParams(regex="fast")
+    with ThreadPoolExecutor(3) as pool:
+        try:
+            both = [pool.submit(compiled.compile, slow) for _ in range(2)]
+            assert began.wait(60)
+            pool.submit(compiled.compile, fast).result(timeout=60)
+            assert not any(f.done() for f in both)
+        finally:
+            go_on.set()
+        assert both[0].result() is both[1].result()
+    assert sorted(count) == ["fast", "slow"]
+
+
+def test_a_checked_request_brings_its_form_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever queues it compiles nothing, and takes no lock, even after other forms have pushed this one out."""
+    engine = make_engine(16, by_hash(VOCAB), tokenizer=byte_tokenizer(), vocab_size=VOCAB, eos=(EOS,))
+    params = SamplingParams(n=2, structured_outputs=StructuredOutputsParams(choice=["ab"]))
+    checked = engine.check_request([5, 6], params)
+    for i in range(64):
+        engine.grammars.compile(StructuredOutputsParams(choice=[str(i)]))
+    monkeypatch.setattr(engine, "grammars", None)
+    request = engine.add_checked_request([5, 6], checked, params, None, stream=False)
+    first = byte_tokenizer().encode("a")
+    assert [np.flatnonzero(s.grammar.allowed([], VOCAB)).tolist() for s in request.sequences] == [first, first]
+    with pytest.raises(ValueError, match="token_ids: expected those of check_request"):
+        engine.add_checked_request([5, 6], [5, 6], params, None, stream=False)
+    assert list(engine.requests) == [request.request_id]
 
 
 def test_models_that_cannot_have_a_form() -> None:
     form = StructuredOutputsParams(regex="a")
     with pytest.raises(ValueError, match="expected a model with a fast tokenizer"):
-        Grammars(None, VOCAB, frozenset({EOS})).start(form)
+        Grammars(None, VOCAB, frozenset({EOS})).compile(form)
     with pytest.raises(ValueError, match="expected a model with an end-of-sequence token"):
-        grammars(eos=()).start(form)
+        grammars(eos=()).compile(form)
     with pytest.raises(ValueError, match="expected a tokenizer of at most 100 tokens, as the model has, got"):
-        grammars(vocab_size=100).start(form)
+        grammars(vocab_size=100).compile(form)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +153,10 @@ def test_models_that_cannot_have_a_form() -> None:
         ({"regex": 5}, "regex: expected a string, got 5"),
         ({"choice": []}, "choice: expected non-empty strings"),
         ({"choice": ["a", ""]}, "choice: expected non-empty strings"),
+        ({"choice": ["a"] * 4097}, "choice: expected at most 4096 strings, got 4097"),
+        ({"choice": ["a" * 262144]}, "choice: expected at most 262144 bytes, got 262148"),
+        ({"regex": "é" * 140000}, "regex: expected at most 262144 bytes, got 280000"),
+        ({"json": {"title": "a" * 262144}}, "json: expected at most 262144 bytes, got 262157"),
         ({"json": "{"}, "json: expected a JSON schema"),
         ({"json": "[1]"}, "json: expected a JSON schema"),
         ({"json": {"a": object()}}, "json: expected a JSON schema"),
@@ -113,7 +172,7 @@ def test_parameters_are_checked(form: dict[str, Any], text: str) -> None:
 @pytest.mark.parametrize("min_tokens, expected", [(0, EOS), (5, EOS)])
 def test_a_complete_form_ends_whatever_min_tokens_says(min_tokens: int, expected: int) -> None:
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["ab"]), min_tokens=min_tokens)
-    grammar = grammars().start(params.structured_outputs)
+    grammar = grammars().compile(params.structured_outputs).start()
     ids = byte_tokenizer().encode("ab")
     seq = Sequence([5, 6, *ids], 4, params, frozenset({EOS}), grammar=grammar)
     seq.num_prompt_tokens = 2

@@ -98,6 +98,8 @@ BAD_CHATS = [
     ),
     ({"messages": HI, "response_format": {"type": "json_schema"}}, "response_format", "json_schema: expected"),
     ({"messages": HI, "structured_outputs": {"regex": "(a"}}, None, "structured_outputs.regex"),
+    ({"messages": HI, "structured_outputs": {"regex": "(a{1000}){1000}"}}, None, "structured_outputs.regex"),
+    ({"messages": HI, "guided_choice": ["a"] * 4097}, None, "choice: expected at most 4096 strings, got 4097"),
     ({"messages": HI, "structured_outputs": {"regex": "a", "choice": ["b"]}}, None, "got regex and choice"),
     ({"messages": HI, "guided_regex": "a", "response_format": {"type": "json_object"}}, None, "one form of the answer"),
     (
@@ -272,6 +274,35 @@ def test_queue_limit(serve_fake: ServeFake) -> None:
         thread.join(PATIENCE)
     assert [a.status_code for a in answers] == [200] * 3
     assert served.post("/v1/completions", {"prompt": "x"}).status_code == 200
+
+
+def test_slow_compiles_hold_up_no_other_request(serve_fake: ServeFake, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    served = serve_fake(writes("aa"))
+    grammars, go_on = served.llm.engine.grammars, threading.Event()
+    compile_now, began = grammars._compile, []
+
+    def slowly(kind: str, text: str) -> Any:
+        began.append(text)
+        assert go_on.wait(PATIENCE)
+        return compile_now(kind, text)
+
+    monkeypatch.setattr(grammars, "_compile", slowly)
+    answers: list[httpx.Response] = []
+    bodies = [{"prompt": "x", "guided_regex": f"a{{1,{i}}}"} for i in range(2, 8)]
+    threads = [threading.Thread(target=lambda b=b: answers.append(served.post("/v1/completions", b))) for b in bodies]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_until(lambda: len(began) > 0 and served.app.state.service.num_open == 6, "forms are compiled")
+        for _ in range(5):
+            assert served.post("/v1/completions", {"prompt": "x"}).status_code == 200
+        assert not answers
+    finally:
+        go_on.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert [a.status_code for a in answers] == [200] * 6
 
 
 def test_timeout(serve_fake: ServeFake) -> None:

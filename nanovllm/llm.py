@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -81,13 +82,13 @@ class LLM:
             use_tqdm: show a progress bar.
         Raises:
             ValueError: a prompt can never run (empty, too long, ids out of range): the text has its index and the
-            numbers, and nothing was run. KeyboardInterrupt: after ending all requests; the engine stays usable.
+            numbers, and nothing was run. TypeError: prompts or sampling_params of another kind. KeyboardInterrupt: after ending all requests; the engine stays usable.
         """
         if isinstance(prompts, (set, frozenset, dict, bytes)) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts: expected one prompt or a list of them, got {type(prompts).__name__}")
         if not isinstance(prompts, str):
             prompts = list(prompts)
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], (int, np.integer))):
             prompts = [prompts]  # type: ignore[list-item]
         params = self._params_for(len(prompts), sampling_params)
         token_ids = []
@@ -118,7 +119,13 @@ class LLM:
             **template: enable_thinking, chat_template_kwargs, chat_template, add_generation_prompt, tools; see
                 nanovllm.engine.chat.render_chat.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], dict) else messages
+        if isinstance(messages, (str, bytes, dict)) or not isinstance(messages, Iterable):
+            kind = type(messages).__name__
+            raise TypeError(f"messages: expected one conversation (a list of dicts) or a list of them, got {kind}")
+        messages = list(messages)
+        if not messages:
+            raise ValueError("messages: expected at least one message, got none")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts = [render_chat(self.tokenizer, m, **template) for m in conversations]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -145,14 +152,22 @@ class LLM:
                     return
         finally:
             with self._lock:
-                self.engine.abort(request.request_id)
+                if "engine" in self.__dict__:  # not after exit(), when an iterator left open is collected
+                    self.engine.abort(request.request_id)
 
     def _params_for(self, count: int, given: Any) -> list[SamplingParams]:
         if given is None or isinstance(given, SamplingParams):
             return [given or self.default_sampling_params] * count
-        given = list(given) if isinstance(given, Iterable) else [given]
-        if len(given) != count or not all(isinstance(p, SamplingParams) for p in given):
-            raise ValueError(f"sampling_params: expected one SamplingParams or {count} of them, got {len(given)} items")
+        wanted = f"sampling_params: expected one SamplingParams or {count} of them, got"
+        if isinstance(given, (str, bytes, dict, type)) or not isinstance(given, Iterable):
+            kind = f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+            raise TypeError(f"{wanted} {kind}")
+        given = list(given)
+        for i, params in enumerate(given):
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"{wanted} a list with {type(params).__name__} at [{i}]")
+        if len(given) != count:
+            raise ValueError(f"{wanted} {len(given)} items")
         return given
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:

@@ -161,6 +161,13 @@ def test_pipe_gets_plain_answers(model: Path) -> None:
     assert result.stdout[:half] == result.stdout[half:] and result.stdout.endswith("\n")
 
 
+def test_reader_that_leaves_ends_the_chat_quietly(model: Path) -> None:
+    chat = f'"{sys.executable}" -m nanovllm chat "{model}" --max-tokens 5 --ignore-eos'
+    command = f'(echo a; echo b) | {chat} | true; exit "${{PIPESTATUS[1]}}"'
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=PATIENCE)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
 @needs_real_model
 def test_the_real_model_answers_with_a_rate() -> None:
     terminal = Terminal(str(REAL_MODEL), "--max-model-len", "512", "--temperature", "0", "--max-tokens", "40")

@@ -1,6 +1,7 @@
 """The `nanovllm` command: flags, errors, output on terminals and in pipes."""
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import json
@@ -21,6 +22,7 @@ from nanovllm import CompletionOutput, RequestOutput, SamplingParams, Structured
 from nanovllm.bench import report
 from nanovllm.cli import chat, env, flags, generate, main, make_parser, terminal
 from nanovllm.config import EngineConfig
+from nanovllm.inspector import record
 from tests.bench.small import write_small_config
 from tests.real_model import REAL_MODEL, needs_real_model
 
@@ -125,6 +127,11 @@ def test_help_loads_nothing_heavy() -> None:
         (["generate", "m", "--device", "tpu"], 1, "device: expected one of auto, cuda, cpu, got 'tpu'"),
         (["generate", "m", "--top-p", "2"], 1, "SamplingParams.top_p: expected a number in (0, 1], got 2.0"),
         (["generate", "m", "--tensor-parallel-size", "0"], 1, "expected an integer >= 1, got 0"),
+        (["generate", "m", "--logit-bias", "[1]"], 2, "argument --logit-bias: expected a JSON object of token ids and"),
+        (["generate", "m", "--logit-bias", "{"], 2, "such as {\"5\": -1.5}, got '{'"),
+        (["generate", "m", "--logit-bias", '{"5": null}'], 2, "numbers, such as"),
+        (["generate", "m", "--structured-outputs", "[1]"], 2, "--structured-outputs: expected a JSON object, such as"),
+        (["generate", "m", "--structured-outputs", '{"a": 1}'], 2, "argument --structured-outputs: "),
         (["chat", "m", "--n", "2"], 1, "chat: expected --n 1, got 2"),
         (["generate", "no/such.gguf", "-p", "x"], 1, "got 'no/such.gguf', which does not exist"),
     ],
@@ -241,6 +248,33 @@ def test_generate_reads_stdin(fake: FakeLLM, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys.stdin, "isatty", lambda: False, raising=False)
     assert main(["generate", "m"]) == 0
     assert fake.prompts == ["two\nlines"]
+
+
+def test_closed_stdin(fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    assert main(["chat", "m"]) == 0 and not fake.prompts
+    assert main(["generate", "m"]) == 1
+    assert "expected --prompt TEXT, or the prompt on stdin, got neither" in capsys.readouterr().err
+
+
+def test_bytes_that_are_no_text_reach_the_engine(fake: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), "utf-8"))
+    assert main(["generate", "m"]) == 0
+    assert fake.prompts == ["a\udcff"]  # which it refuses, with the place
+
+
+def test_failed_recording_does_not_cost_the_text(
+    fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @contextlib.contextmanager
+    def recording(*_: object) -> Iterator[None]:
+        yield
+        raise OSError(28, "No space left on device", "/dev/full")
+
+    monkeypatch.setattr(record, "recording", recording)
+    assert main(["generate", "m", "-p", "x", "--record", "/dev/full"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "Paris.\n" and "'/dev/full'" in captured.err
 
 
 def test_generate_json(fake: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:

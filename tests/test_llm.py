@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 
+import numpy as np
 import pytest
 from engine.fakes import by_hash, check_idle, complete, greedy, make_engine, run_all, scripted
 from engine.tokenizer import byte_tokenizer
@@ -62,6 +63,8 @@ def test_prompts_may_be_one_or_several_text_or_ids(make_llm) -> None:
         (ids, None),
         ([ids], None),
         ([tuple(ids)], None),
+        (list(np.array(ids)), None),
+        ([list(np.array(ids, np.uint16))], None),
     ):
         (output,) = llm.generate(prompts, use_tqdm=False)
         assert output.token_ids == expected and output.text == byte_tokenizer().decode(expected, True)
@@ -82,7 +85,8 @@ def test_prompts_may_be_one_or_several_text_or_ids(make_llm) -> None:
         ([300], ValueError, r"prompts\[1\]: prompt: expected token ids in \[0, 300\), got 300"),
         (["a"], TypeError, r"prompts\[1\]: prompt: expected a string or a list of token ids"),
         (7, TypeError, r"prompts\[1\]: prompt: expected a string or a list of token ids, got int"),
-        ("\ud800", (ValueError, TypeError), r"prompts\[1\]: "),
+        ("\ud800", ValueError, r"prompts\[1\]: prompt: expected valid text, got a lone surrogate at index 0"),
+        ([True], TypeError, r"prompts\[1\]: prompt: .* got a list with bool at \[0\]"),
     ],
 )
 def test_b16_f5_bad_prompt_is_refused_before_anything_is_queued(make_llm, bad: object, error: type, text: str) -> None:
@@ -99,8 +103,15 @@ def test_sampling_params_must_match_the_prompts(make_llm) -> None:
     llm = make_llm()
     with pytest.raises(ValueError, match="sampling_params: expected one SamplingParams or 2 of them, got 3"):
         llm.generate([[1], [2]], [greedy(1)] * 3, use_tqdm=False)
-    with pytest.raises(ValueError, match="sampling_params: expected one"):
-        llm.generate([[1], [2]], [greedy(1), {"temperature": 0}], use_tqdm=False)
+    for bad, got in (
+        ([greedy(1), {"temperature": 0}], r"a list with dict at \[1\]"),
+        ({"temperature": 0}, "dict"),
+        ("greedy", "str"),
+        (SamplingParams, "the class SamplingParams"),
+        (5, "int"),
+    ):
+        with pytest.raises(TypeError, match=f"sampling_params: expected one SamplingParams or 2 of them, got {got}"):
+            llm.generate([[1], [2]], bad, use_tqdm=False)
 
 
 @overlaps
@@ -227,10 +238,16 @@ def test_chat_renders_the_template(make_llm) -> None:
     assert [o.token_ids for o in outputs] == [output.token_ids] * 2
     for bad, text in (
         ([], "at least one message"),
+        ([{"role": "user", "content": "a\udcff"}], r"messages\[0\].content: expected valid text.* at index 1"),
         ([{"content": "x"}], r"messages\[0\]: expected a dict with \"role\""),
     ):
         with pytest.raises(ValueError, match=text):
             llm.chat(bad, use_tqdm=False)
+    for wrong in ("hi", {"role": "user", "content": "hi"}, None):
+        with pytest.raises(TypeError, match="messages: expected one conversation .* got (str|dict|NoneType)"):
+            llm.chat(wrong, use_tqdm=False)
+    with pytest.raises(ValueError, match="chat: the model has no tokenizer; pass token ids"):
+        make_llm(tokenizer=None).chat(messages, use_tqdm=False)
     with pytest.raises(ValueError, match="chat template refused the messages: no system"):
         llm.chat(messages, use_tqdm=False, chat_template="{{ raise_exception('no system') }}")
     llm.tokenizer.chat_template, template = None, llm.tokenizer.chat_template
@@ -251,6 +268,14 @@ def test_exit_is_idempotent_and_later_use_says_so(make_llm) -> None:
         _ = llm.generat
 
 
+def test_stream_left_open_ends_quietly_after_exit(make_llm) -> None:
+    llm = make_llm()
+    pieces = llm.stream([1, 2], greedy(9, ignore_eos=True))
+    next(pieces)
+    llm.exit()
+    pieces.close()
+
+
 def test_e12_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="unknown option 'tensor_parallel'"):
         llm_module.LLM("fake", tensor_parallel=2)
@@ -267,8 +292,6 @@ def test_prompts_of_another_kind_are_refused(make_llm, prompts: object) -> None:
     kind = type(prompts).__name__
     with pytest.raises(TypeError, match=f"prompts: expected one prompt or a list of them, got {kind}"):
         llm.generate(prompts, use_tqdm=False)
-    with pytest.raises(ValueError, match="sampling_params: expected one SamplingParams or 1 of them, got 1 items"):
-        llm.generate([[1, 2]], 5, use_tqdm=False)
     settle(llm)
 
 

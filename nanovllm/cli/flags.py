@@ -78,11 +78,25 @@ def make_llm(config: EngineConfig) -> LLM:
 
 
 def _logit_bias(text: str) -> dict[int, float]:
-    return {int(token_id): float(bias) for token_id, bias in json.loads(text).items()}
+    try:
+        return {int(token_id): float(bias) for token_id, bias in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError):
+        wanted = 'a JSON object of token ids and numbers, such as {"5": -1.5}'
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}") from None
 
 
 def _structured_outputs(text: str) -> StructuredOutputsParams:
-    return StructuredOutputsParams(**json.loads(text))
+    try:
+        fields = json.loads(text)
+    except ValueError:
+        fields = None
+    if not isinstance(fields, dict):
+        wanted = 'a JSON object, such as {"regex": "[0-9]+"}'
+        raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+    try:
+        return StructuredOutputsParams(**fields)
+    except (ValueError, TypeError) as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
 
 
 # Fields whose flag is not one value. A flag for `seed` is the engine's: it makes a command's output repeatable.

@@ -40,11 +40,11 @@ def run(args: argparse.Namespace) -> int:
             print()
             return 0
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())
-    if args.json:
-        for output in outputs:
-            print(json.dumps(dataclasses.asdict(output), ensure_ascii=False))
-    else:
-        print("\n\n".join(completion.text for output in outputs for completion in output.outputs))
+        if args.json:  # within: a recording that fails must not cost the text
+            for output in outputs:
+                print(json.dumps(dataclasses.asdict(output), ensure_ascii=False))
+        else:
+            print("\n\n".join(completion.text for output in outputs for completion in output.outputs))
     return 0
 
 
@@ -84,6 +84,6 @@ def show_plainly(text: str) -> None:
 
 
 def _from_stdin() -> list[str]:
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():  # None: closed
         raise ValueError("generate: expected --prompt TEXT, or the prompt on stdin, got neither")
     return [sys.stdin.read()]

@@ -20,7 +20,8 @@ _CODE_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})")
 
 
 def is_interactive() -> bool:
-    return sys.stdin.isatty() and sys.stdout.isatty()
+    """Whether a person types and reads; a stream that was closed before the start is None."""
+    return all(s is not None and s.isatty() for s in (sys.stdin, sys.stdout))
 
 
 def use_line_editing(commands: Sequence[str]) -> None:
@@ -45,6 +46,8 @@ def read_message(prompt: str, continuation: str) -> str:
     Raises:
         EOFError: the input is over. KeyboardInterrupt: Ctrl-C, which drops what was typed.
     '''
+    if sys.stdin is None:
+        raise EOFError
     line = input(prompt)
     if line.lstrip().startswith(FENCE):
         line = line.lstrip().removeprefix(FENCE)

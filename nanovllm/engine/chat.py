@@ -10,7 +10,16 @@ _RESERVED = ("add_generation_prompt", "chat_template", "conversation", "messages
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:
     """Token ids of a conversation; the arguments and errors are those of render_chat_text."""
-    return tokenizer.encode(render_chat_text(tokenizer, messages, **template), add_special_tokens=False)
+    text = render_chat_text(tokenizer, messages, **template)  # first: it sees to it that there is a tokenizer
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def check_text(what: str, text: str) -> None:
+    """Raises ValueError for text with a lone surrogate, such as Python reads from input that is no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise ValueError(f"{what}: expected valid text, got a lone surrogate at index {e.start}") from None
 
 
 def render_chat_text(
@@ -34,15 +43,19 @@ def render_chat_text(
         add_generation_prompt: end with the opening of the assistant's turn.
         tools: function descriptions for the template.
     Raises:
-        ValueError: no messages, a message without a role, no template, a reserved name among the variables, or the
-            template refused the messages.
+        ValueError: no messages, a message without a role or with text that is none, no tokenizer or template, a reserved
+            name among the variables, or the template refused the messages.
     """
     if not messages:
         raise ValueError("messages: expected at least one message, got none")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'messages[{i}]: expected a dict with "role" and "content", got {message!r}')
-    if tokenizer is None or not (chat_template or tokenizer.chat_template):
+        if isinstance(message.get("content"), str):
+            check_text(f"messages[{i}].content", message["content"])
+    if tokenizer is None:
+        raise ValueError("chat: the model has no tokenizer; pass token ids to generate()")
+    if not (chat_template or tokenizer.chat_template):
         raise ValueError("chat: the model has no chat template; pass chat_template or use generate()")
     variables = dict(chat_template_kwargs or {})
     for name in _RESERVED:

@@ -7,10 +7,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import xxhash
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.chat import check_text
 from nanovllm.engine.detokenizer import Detokenizer
 from nanovllm.engine.grammar import CompiledForm, Grammars
 from nanovllm.engine.observer import Observer
@@ -130,14 +132,20 @@ class LLMEngine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("prompt: expected token ids, because the model has no tokenizer, got text")
+            check_text("prompt", prompt)
             token_ids = self.tokenizer.encode(prompt)
             self._check_ids("prompt: the tokenizer does not fit the model", token_ids)
             return token_ids
         if not isinstance(prompt, (list, tuple)):
             raise TypeError(f"prompt: expected a string or a list of token ids, got {type(prompt).__name__}")
         if set(map(type, prompt)) - {int}:
-            i, kind = next((i, type(t).__name__) for i, t in enumerate(prompt) if type(t) is not int)
-            raise TypeError(f"prompt: expected a string or a list of token ids, got a list with {kind} at [{i}]")
+            for i, t in enumerate(prompt):
+                if type(t) is not int and not isinstance(t, np.integer):
+                    kind = type(t).__name__
+                    raise TypeError(
+                        f"prompt: expected a string or a list of token ids, got a list with {kind} at [{i}]"
+                    )
+            prompt = [int(t) for t in prompt]
         self._check_ids("prompt", prompt)
         return list(prompt)
 

@@ -38,6 +38,7 @@ class Recorder:
     """
 
     def __init__(self, path: str | Path) -> None:
+        self._path = path
         self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - close() closes it
         self._pending: deque[Event] = deque()
         self._lock = threading.Lock()  # of the file
@@ -79,6 +80,7 @@ class Recorder:
         except OSError as e:
             self._error = self._error or e
         if self._error is not None:
+            self._error.filename = str(self._path)
             raise self._error
 
 

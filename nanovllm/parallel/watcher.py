@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import threading
@@ -20,7 +19,7 @@ from nanovllm.parallel.progress import CollectiveError, Progress, WorkerError
 STAGES = ("started", "loaded", "ready", "ended")
 _GRACE_SECONDS = 1.0  # for the rank that caused the failure of a collective to say so
 _EXIT_SECONDS = 2.0
-_STARTING = -60.0 / TICK_SECONDS  # ticks: while a process imports torch, its threads may be silent for long
+_STARTING = 60.0 / TICK_SECONDS  # more ticks: while a process imports torch, its threads may be silent for long
 
 
 class RemoteTraceback(Exception):
@@ -34,7 +33,11 @@ def _how_it_ended(status: int | None) -> str:
     if status is None:
         return "closed its connection"
     if status < 0:
-        return f"died of signal {-status} ({signal.Signals(-status).name})"
+        try:
+            name = signal.Signals(-status).name
+        except ValueError:  # a real-time signal but the first and the last
+            name = f"SIGRTMIN+{-status - signal.SIGRTMIN}" if -status > signal.SIGRTMIN else "unknown"
+        return f"died of signal {-status} ({name})"
     return f"exited with status {status}"
 
 
@@ -64,7 +67,9 @@ class Watcher:
         self._stage = dict.fromkeys(reports, 0)
         self._timeout = timeout
         # Counted, not timed: a stopped rank 0 must not blame the others.
-        self._quiet_ticks = dict.fromkeys(reports, _STARTING)
+        self._quiet_ticks = dict.fromkeys(reports, 0)
+        self._stopped_ticks = dict.fromkeys(reports, 0)  # of those, the last ones with the process stopped
+        self._more_ticks = dict.fromkeys(reports, _STARTING)  # what a rank has beside the timeout
         self._stuck_ticks = 0
         self._is_waiting = False
         self._is_failing = self._is_closing = self._is_over = False
@@ -122,13 +127,15 @@ class Watcher:
                 return
             error.__cause__ = cause
             self.failure = error
-        for process in self._processes.values():
-            process.kill()
-        self._group.abort()
-        for process in self._processes.values():
-            process.wait()
-        with self._changed:
-            self._changed.notify_all()
+        try:
+            for process in self._processes.values():
+                process.kill()
+            self._group.abort()
+            for process in self._processes.values():
+                process.wait()
+        finally:
+            with self._changed:
+                self._changed.notify_all()
 
     def close(self, say_exit: Callable[[], None]) -> None:
         """Ends the workers: asks them, waits, then kills. A second call does nothing."""
@@ -164,6 +171,12 @@ class Watcher:
     # The thread
 
     def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception as e:  # without this thread nobody would end what waits
+            self.fail(WorkerError(f"the engine has ended: its watcher raised {type(e).__name__}: {e}"), e)
+
+    def _watch(self) -> None:
         next_tick = time.monotonic() + TICK_SECONDS
         while not self._is_over and self.failure is None:
             ranks = {id(c): rank for rank, c in self._reports.items()}
@@ -185,8 +198,9 @@ class Watcher:
             self._lost(rank)
             return
         self._quiet_ticks[rank] = 0
+        self._more_ticks[rank] = 0
         if kind == "alive" and content[0] is None:
-            self._quiet_ticks[rank] = _STARTING
+            self._more_ticks[rank] = _STARTING
         elif kind == "alive":
             self._see_progress(rank, content[0])
         elif kind == "error":
@@ -230,34 +244,39 @@ class Watcher:
         limit = self._timeout / TICK_SECONDS
         for rank in self._quiet_ticks:
             self._quiet_ticks[rank] += 1
-            if self._quiet_ticks[rank] > limit:
-                self._fail_stuck(rank, "gives no sign of life")
+            is_stopped = self._quiet_ticks[rank] > 1 and _is_stopped(self._processes.get(rank))
+            self._stopped_ticks[rank] = self._stopped_ticks[rank] + 1 if is_stopped else 0
+            if self._quiet_ticks[rank] > limit + self._more_ticks[rank] or self._stopped_ticks[rank] > limit:
+                self._fail_stuck(rank, "gives no sign of life", self._quiet_ticks[rank])
                 return
         self._stuck_ticks += 1
         if self._is_waiting and min(self._stage.values()) > 0 and self._stuck_ticks > limit:
             rank = min(self._progress, key=lambda r: self._progress[r][:2])
-            self._fail_stuck(rank, "is stuck")
+            self._fail_stuck(rank, "is stuck", self._stuck_ticks)
 
-    def _fail_stuck(self, rank: int, how: str) -> None:
+    def _fail_stuck(self, rank: int, how: str, ticks: int) -> None:
         self._is_failing = True
         self._group.abort()  # a collective that waits then says for whom
         time.sleep(TICK_SECONDS)
         missing = self._group.missing_rank()
         rank = rank if missing is None else missing
         step, collectives, doing = self._progress[rank]
+        state = ", its process is stopped (SIGSTOP)" if _is_stopped(self._processes.get(rank)) else ""
         text = (
-            f"rank {rank} {how} since {self._timeout:g} s (distributed_timeout), last seen in step {step}, while "
-            f"{doing}, at collective {collectives}{_state(self._processes.get(rank))}; rank 0 is in step "
+            f"rank {rank} {how} since {ticks * TICK_SECONDS:.3g} s (distributed_timeout={self._timeout:g}), last seen "
+            f"in step {step}, while {doing}, at collective {collectives}{state}; rank 0 is in step "
             f"{self._own_progress.step}, while {self._own_progress.doing}, at collective "
             f"{self._own_progress.collectives}"
         )
         self.fail(WorkerError(text), None)
 
 
-def _state(process: subprocess.Popen[bytes] | None) -> str:
-    """', its process is stopped' where it is."""
-    if process is None or not os.path.exists(f"/proc/{process.pid}/stat"):
-        return ""
-    with open(f"/proc/{process.pid}/stat") as file:
-        state = file.read().rpartition(")")[2].split()[0]
-    return ", its process is stopped (SIGSTOP)" if state in "Tt" else ""
+def _is_stopped(process: subprocess.Popen[bytes] | None) -> bool:
+    """Whether a process of this host is stopped, by SIGSTOP or a debugger."""
+    if process is None:
+        return False
+    try:
+        with open(f"/proc/{process.pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):  # it ends just now
+        return False

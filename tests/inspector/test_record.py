@@ -81,7 +81,7 @@ def test_many_events_are_written_by_the_engine_itself(tmp_path: Path, monkeypatc
 
 def test_full_disk_ends_the_recording_and_not_the_run(tmp_path: Path) -> None:
     llm = fake_offline_llm()
-    with pytest.raises(OSError, match="No space left"), record.recording(llm, "/dev/full"):
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"), record.recording(llm, "/dev/full"):
         outputs = llm.generate([[1, 2, 3]] * 30, use_tqdm=False)
     assert all(len(o.token_ids) == 4 for o in outputs) and llm.engine.observer is None
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from nanovllm import LLM, SamplingParams
 from nanovllm.parallel.faults import VARIABLE, WHATS, WHENS
 from nanovllm.parallel.progress import WorkerError
+from nanovllm.parallel.watcher import Watcher
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 TIMEOUTS = {"stop": 6}  # seconds: distributed_timeout where it is what ends the engine
 CAUSES = {
     "kill": "died of signal 9",
-    "stop": "gives no sign of life since 6 s .*its process is stopped",
+    "stop": r"gives no sign of life since 6\.\d+ s \(distributed_timeout=6\).*its process is stopped",
     "raise": "raised ValueError: fault injected",
     "allocate": "raised RuntimeError: .*allocate",
 }
@@ -103,6 +105,43 @@ def test_any_rank_fails_in_any_way(checkpoint, expected, monkeypatch, size, rank
     if what == "kill":
         with make_llm(checkpoint, tensor_parallel_size=size) as llm:
             assert tokens(llm) == expected
+
+
+def make_and_signal(path, number: int, **options) -> None:
+    """An engine whose worker gets a signal as soon as there is one."""
+    before = children()
+
+    def send() -> None:
+        while not children() - before:
+            time.sleep(0.01)
+        time.sleep(0.3)  # it is Python by now, and imports
+        for pid in children() - before:
+            os.kill(pid, number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        make_llm(path, **options).exit()
+    finally:
+        thread.join()
+        assert children() == before
+
+
+def test_a_signal_without_a_name_while_a_rank_starts(checkpoint):
+    with pytest.raises(WorkerError, match=r"rank 1 died of signal 40 \(SIGRTMIN\+6\)"):
+        make_and_signal(checkpoint, 40)
+
+
+def test_a_rank_stopped_while_it_starts_has_only_the_timeout(checkpoint):
+    # Without the look at the process it would have a minute more.
+    with pytest.raises(WorkerError, match=r"rank 1 gives no sign of life since [2-9]\.?\d* s .*is stopped"):
+        make_and_signal(checkpoint, signal.SIGSTOP, distributed_timeout=2)
+
+
+def test_a_watcher_that_fails_ends_the_engine(checkpoint, monkeypatch):
+    monkeypatch.setattr(Watcher, "_reach", lambda *_: 1 / 0)
+    with pytest.raises(WorkerError, match="its watcher raised ZeroDivisionError"):
+        make_llm(checkpoint)
 
 
 def test_engines_after_failures_and_beside_each_other(checkpoint, expected, monkeypatch):

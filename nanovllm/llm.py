@@ -82,7 +82,8 @@ class LLM:
             use_tqdm: show a progress bar.
         Raises:
             ValueError: a prompt can never run (empty, too long, ids out of range): the text has its index and the
-            numbers, and nothing was run. TypeError: prompts or sampling_params of another kind. KeyboardInterrupt: after ending all requests; the engine stays usable.
+            numbers, and nothing was run. TypeError: prompts or sampling_params of another kind; nothing was run.
+            KeyboardInterrupt: after ending all requests; the engine stays usable.
         """
         if isinstance(prompts, (set, frozenset, dict, bytes)) or not isinstance(prompts, Iterable):
             raise TypeError(f"prompts: expected one prompt or a list of them, got {type(prompts).__name__}")

@@ -336,6 +336,16 @@ def test_chat_goes_on_after_a_question_that_is_refused(
     assert "prompt of 9999 tokens leaves no room (/reset starts over)" in capsys.readouterr().err
 
 
+def test_chat_goes_on_after_bytes_that_are_no_text(
+    fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_a_terminal(monkeypatch, ["a\udcff", "one", EOFError])
+    conversation = chat.Conversation(fake, SamplingParams(), None, None)
+    chat.talk(conversation)
+    assert fake.prompts == [["user:one"]]
+    assert "messages[0].content: expected valid text, got a lone surrogate at index 1" in capsys.readouterr().err
+
+
 def test_chat_in_a_pipe_prints_answers_only(
     fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -244,7 +244,7 @@ def test_chat_renders_the_template(make_llm) -> None:
         with pytest.raises(ValueError, match=text):
             llm.chat(bad, use_tqdm=False)
     for wrong in ("hi", {"role": "user", "content": "hi"}, None):
-        with pytest.raises(TypeError, match="messages: expected one conversation .* got (str|dict|NoneType)"):
+        with pytest.raises(TypeError, match=r"messages: expected one conversation .* got (str|dict|NoneType)"):
             llm.chat(wrong, use_tqdm=False)
     with pytest.raises(ValueError, match="chat: the model has no tokenizer; pass token ids"):
         make_llm(tokenizer=None).chat(messages, use_tqdm=False)

@@ -141,10 +141,8 @@ class LLMEngine:
         if set(map(type, prompt)) - {int}:
             for i, t in enumerate(prompt):
                 if type(t) is not int and not isinstance(t, np.integer):
-                    kind = type(t).__name__
-                    raise TypeError(
-                        f"prompt: expected a string or a list of token ids, got a list with {kind} at [{i}]"
-                    )
+                    got = f"a list with {type(t).__name__} at [{i}]"
+                    raise TypeError(f"prompt: expected a string or a list of token ids, got {got}")
             prompt = [int(t) for t in prompt]
         self._check_ids("prompt", prompt)
         return list(prompt)

@@ -43,7 +43,7 @@ def render_chat_text(
         add_generation_prompt: end with the opening of the assistant's turn.
         tools: function descriptions for the template.
     Raises:
-        ValueError: no messages, a message without a role or with text that is none, no tokenizer or template, a reserved
+        ValueError: no messages, a message without a role or with invalid text, no tokenizer or template, a reserved
             name among the variables, or the template refused the messages.
     """
     if not messages:

@@ -494,17 +494,7 @@ def small_bench(kind: str, tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("kind", SMALL_BENCH)
 def test_bench_of_a_config(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table, a breakdown and the roofline on stdout; the same and more in the file."""
-    line = [
-        "bench",
-        kind,
-        "--hf-config",
-        str(write_small_config(tmp_path)),
-        "--load-format",
-        "dummy",
-        "--device",
-        "cpu",
-    ]
-    line += [*SMALL_BENCH[kind], "--bandwidth", "0.01", "--compute", "0.02", "--profile"]
+    line = [*small_bench(kind, tmp_path), *SMALL_BENCH[kind], "--profile"]
     assert main([*line, "--json", str(tmp_path / "out.json")]) == 0
     out = capsys.readouterr().out
     assert "roofline: " in out and "at 0.01 TB/s" in out and "microseconds of a mean step" in out
@@ -518,12 +508,8 @@ def test_bench_of_a_config(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_bench_prints_only_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "prefill", "--hf-config", str(write_small_config(tmp_path)), "--load-format", "dummy"]
-    rates = ["--bandwidth", "1", "--compute", "1"]
-    assert (
-        main([*line, *rates, "--device", "cpu", "--input-len", "50", "--runs", "1", "--prefix-hit", "0", "--json", "-"])
-        == 0
-    )
+    line = [*small_bench("prefill", tmp_path), "--input-len", "50", "--runs", "1", "--prefix-hit", "0"]
+    assert main([*line, "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(r["prompt_tokens"], r["cached_tokens"]) for r in rows] == [(50, 0)]
 
@@ -531,19 +517,10 @@ def test_bench_prints_only_json(tmp_path: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("kind", ["throughput", "prefill"])
 def test_bench_draws(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="charts need matplotlib")
-    line = [
-        "bench",
-        kind,
-        "--hf-config",
-        str(write_small_config(tmp_path)),
-        "--load-format",
-        "dummy",
-        *SMALL_BENCH[kind],
-    ]
-    rates = ["--bandwidth", "1", "--compute", "1", "--device", "cpu"]
-    assert main([*line, *rates, "--plot", str(tmp_path / "chart.svg")]) == 0
+    line = [*small_bench(kind, tmp_path), *SMALL_BENCH[kind]]
+    assert main([*line, "--plot", str(tmp_path / "chart.svg")]) == 0
     assert "roofline" in (tmp_path / "chart.svg").read_text() or (tmp_path / "chart.svg").stat().st_size > 1000
-    assert main([*line, *rates, "--plot", str(tmp_path / "chart.nonsense")]) == 1
+    assert main([*line, "--plot", str(tmp_path / "chart.nonsense")]) == 1
 
 
 @pytest.mark.parametrize(

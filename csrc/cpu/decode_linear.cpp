@@ -9,18 +9,11 @@
 namespace nanovllm::cpu {
 namespace {
 
-template <class T>
-NV_INLINE void columns(const SkinnyLinearParams& p, SkinnyRows rows, int64_t begin, int64_t end) {
-  const T* weight = static_cast<const T*>(p.weight);
-  for (int64_t n = begin; n < end; n += kTile)
-    all_rows<float>(p, rows, n, std::min<int64_t>(kTile, end - n),
-                    [&](int64_t j) { return weight + (n + j) * p.weight_stride_row; });
-}
 NV_MULTIVERSION void columns_f32(const SkinnyLinearParams& p, SkinnyRows rows, int64_t begin, int64_t end) {
-  columns<float>(p, rows, begin, end);
+  dense_columns<float, float>(p, rows, begin, end);
 }
 NV_MULTIVERSION void columns_bf16(const SkinnyLinearParams& p, SkinnyRows rows, int64_t begin, int64_t end) {
-  columns<BFloat16>(p, rows, begin, end);
+  dense_columns<float, BFloat16>(p, rows, begin, end);
 }
 
 template <class T>

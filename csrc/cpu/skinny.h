@@ -61,6 +61,15 @@ NV_INLINE void all_rows(const SkinnyLinearParams& p, SkinnyRows rows, int64_t n,
   if (p.num_rows - m == 1) tile<1, T>(p, rows, w, m, n, weights);
 }
 
+/// All rows of x against the rows begin .. end - 1 of a dense weight; out holds T, the weight W.
+template <class T, class W>
+NV_INLINE void dense_columns(const SkinnyLinearParams& p, SkinnyRows rows, int64_t begin, int64_t end) {
+  const W* weight = static_cast<const W*>(p.weight);
+  for (int64_t n = begin; n < end; n += kTile)
+    all_rows<T>(p, rows, n, std::min<int64_t>(kTile, end - n),
+                [&](int64_t j) { return weight + (n + j) * p.weight_stride_row; });
+}
+
 /// Runs body(rows, begin, end) over the weight rows, on several threads where there is work for them.
 template <class Body>
 void parallel_columns(const SkinnyLinearParams& p, Body const& body) {

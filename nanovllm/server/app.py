@@ -118,7 +118,10 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
 
 def _tokenize(service: Service, body: TokenizeTextRequest | TokenizeChatRequest) -> list[int]:
     if isinstance(body, TokenizeTextRequest):
-        return service.tokenize(body.prompt, body.add_special_tokens)
+        try:
+            return service.tokenize(body.prompt, body.add_special_tokens)
+        except ValueError as e:
+            raise ApiError(400, str(e), "prompt") from None
     return service.render(
         [m.for_template() for m in body.messages],
         tools=[t.model_dump(exclude_none=True) for t in body.tools] if body.tools else None,

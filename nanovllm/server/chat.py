@@ -67,16 +67,12 @@ def _prepare(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -
     variables = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
-    try:
-        prompt = service.render(
-            [m.for_template() for m in body.messages],
-            tools=[{"type": "function", "function": f} for f in tools] or None,
-            chat_template_kwargs=variables,
-            add_generation_prompt=body.add_generation_prompt,
-        )
-    except ValueError as e:
-        name = "chat_template_kwargs" if str(e).startswith("chat_template_kwargs") else "messages"
-        raise ApiError(400, str(e), name) from None
+    prompt = service.render(
+        [m.for_template() for m in body.messages],
+        tools=[{"type": "function", "function": f} for f in tools] or None,
+        chat_template_kwargs=variables,
+        add_generation_prompt=body.add_generation_prompt,
+    )
     room = max(service.llm.config.max_model_len - len(prompt), 1)
     params = sampling_params(body, service.llm.default_sampling_params, room, tools)
     try:

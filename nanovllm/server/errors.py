@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import sys
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from nanovllm.async_llm import EngineStopped
+from nanovllm.server.problems import explain
 
 logger = logging.getLogger("nanovllm.server")
 _TYPES = {
@@ -75,39 +76,36 @@ def api_error(error: BaseException) -> ApiError:
     return ApiError(500, str(error) if isinstance(error, RuntimeError) else f"internal error: {type(error).__name__}")
 
 
-def _where(location: Sequence[Any]) -> str | None:
-    """("body", "messages", 0, "role") to "messages[0].role", without the names of a union's branches."""
-    text = ""
-    for part in location[1:]:
-        if isinstance(part, int):
-            text += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int") and not part.endswith("Request"):
-            text += f".{part}" if text else part
-    return text or None
-
-
 def _on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     problems = error.errors()
     first = problems[0]
     if first["type"] == "json_invalid":
-        return ApiError(
-            400, f"body: expected JSON, got an error at byte {first['loc'][-1]}: {first['ctx']['error']}"
-        ).response()
-    if tuple(first["loc"]) == ("body",) and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
-        return ApiError(400, "body: expected a JSON object, sent as Content-Type: application/json").response()
-    # All branches of a union complain. What the client meant is the one that has the right type, and the deepest.
-    deepest = max(problems, key=lambda p: (not p["type"].endswith("_type"), len(p["loc"])))
-    param = _where(deepest["loc"])
-    message = str(deepest["msg"]).removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}" if param else message, param).response()
+        text = f"body: expected JSON, got an error at character {first['loc'][-1]}: {first['ctx']['error']}"
+        return ApiError(400, text).response()
+    if isinstance(first["input"], bytes):  # FastAPI reads no JSON out of a body that does not say it is some
+        got = request.headers.get("content-type", "none")
+        return ApiError(400, f"body: expected Content-Type: application/json, got {got}").response()
+    message, param = explain(problems)
+    return ApiError(400, message, param).response()
+
+
+def _unreadable(cause: BaseException | None) -> str | None:
+    """Why FastAPI could not read a body; None: for another reason."""
+    if isinstance(cause, UnicodeDecodeError):
+        return f"body: expected JSON in UTF-8, got byte 0x{cause.object[cause.start]:02x} at byte {cause.start}"
+    if isinstance(cause, RecursionError):
+        return "body: expected JSON, got one nested too deeply"
+    if isinstance(cause, ValueError):
+        return f"body: expected numbers of at most {sys.get_int_max_str_digits()} digits, got a longer one"
+    return None
 
 
 def _on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     if isinstance(error, ApiError):
         return error.response()
-    message, status = str(error.detail), error.status_code
+    message, status = _unreadable(error.__cause__) or str(error.detail), error.status_code
     if status == 404:
         message = f"no such path: {request.url.path}"
     if status == 405:
@@ -123,4 +121,5 @@ def add_error_handlers(app: FastAPI) -> None:
     """Every error of the app in OpenAI's form."""
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
-    app.add_exception_handler(Exception, _on_any)
+    app.add_exception_handler(EngineStopped, _on_any)
+    app.add_exception_handler(Exception, _on_any)  # of what is handled here, Starlette logs the traceback

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from nanovllm.server.errors import ApiError
+from nanovllm.server.problems import described
 
 Prompts = str | list[str] | list[int] | list[list[int]]
 
@@ -57,10 +57,3 @@ def _token_ids(value: Any, where: str) -> list[int]:
 
 def _refusal(where: str, expected: str, value: Any) -> ApiError:
     return ApiError(400, f"{where}: expected {expected}, got {described(value)}", where)
-
-
-def described(value: Any) -> str:
-    """A value of JSON in a few characters."""
-    if isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    return json.dumps(value[:60] if isinstance(value, str) else value)

@@ -9,7 +9,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic.json_schema import SkipJsonSchema
 
 from nanovllm.server.errors import ApiError
-from nanovllm.server.prompts import Prompts, check_prompts, described
+from nanovllm.server.problems import described
+from nanovllm.server.prompts import Prompts, check_prompts
 
 TOKEN_ID = "x-token-id"  # marks token ids in the OpenAPI description, for their bound
 

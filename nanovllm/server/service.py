@@ -117,10 +117,14 @@ class Service:
         """Token ids of a conversation.
 
         Raises:
-            ValueError: the template refused it, or it is too long for the model.
+            ApiError: the template refused it, or it is too long for the model.
         """
-        text = render_chat_text(self.llm.tokenizer, messages, chat_template=self.chat_template, **template)
-        return self._encode(text, add_special_tokens=False)
+        try:
+            text = render_chat_text(self.llm.tokenizer, messages, chat_template=self.chat_template, **template)
+            return self._encode(text, add_special_tokens=False)
+        except ValueError as e:
+            name = "chat_template_kwargs" if str(e).startswith("chat_template_kwargs") else "messages"
+            raise ApiError(400, str(e), name) from None
 
     def tokenize(self, prompt: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text; ValueError when it is too long for the model."""

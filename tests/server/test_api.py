@@ -16,6 +16,8 @@ from engine.fakes import by_hash
 from engine.tokenizer import byte_tokenizer
 from server.served import PATIENCE, VOCAB, Served, serving, wait_idle, wait_until, writes
 
+from nanovllm.async_llm import EngineStopped
+
 HI = [{"role": "user", "content": "hello"}]
 LONG = {"messages": HI, "max_tokens": 200, "ignore_eos": True, "temperature": 0}
 LONG_PROMPT = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -63,28 +65,32 @@ def test_h5_two_servers_at_once(serve_fake: ServeFake) -> None:
 
 
 BAD_CHATS = [
-    ({}, "messages", "Field required"),
+    ({}, "messages", "messages: expected this field, got none"),
     ({"messages": []}, "messages", "at least 1 item"),
-    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'user'"),
+    (
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "messages[0].role",
+        "expected 'system', 'developer', 'user', 'assistant' or 'tool', got \"robot\"",
+    ),
     (
         {"messages": [{"role": "user", "content": ""}]},
         "messages[0]",
         "expected text in a message of role user, got none",
     ),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0]", "expected text"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "Input should be 'text'"),
-    ({"messages": HI, "temperature": -1}, "temperature", "greater than or equal to 0"),
-    ({"messages": HI, "temperature": "hot"}, "temperature", "valid number"),
-    ({"messages": HI, "top_p": 0}, "top_p", "greater than 0"),
-    ({"messages": HI, "n": 0}, "n", "greater than or equal to 1"),
-    ({"messages": HI, "max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "expected 'text', "),
+    ({"messages": HI, "temperature": -1}, "temperature", "expected a number >= 0, got -1"),
+    ({"messages": HI, "temperature": "hot"}, "temperature", 'expected a number, got "hot"'),
+    ({"messages": HI, "top_p": 0}, "top_p", "expected a number > 0, got 0"),
+    ({"messages": HI, "n": 0}, "n", "expected a number >= 1, got 0"),
+    ({"messages": HI, "max_tokens": 0}, "max_tokens", "expected a number >= 1, got 0"),
     ({"messages": HI, "max_tokens": 2, "min_tokens": 3}, "min_tokens", "in [0, 2], got 3"),
-    ({"messages": HI, "stop": ["a", ""]}, "stop", "at least 1 character"),
+    ({"messages": HI, "stop": ["a", ""]}, "stop[1]", 'expected a string of at least 1 character, got ""'),
     ({"messages": HI, "logit_bias": {"x": 1}}, "logit_bias", "token ids as keys, got 'x'"),
     ({"messages": HI, "logit_bias": {"9999": 1}}, None, "logit_bias: expected token ids in [0, 300), got 9999"),
     ({"messages": HI, "stop_token_ids": [300]}, None, "stop_token_ids: expected token ids in [0, 300), got 300"),
     ({"messages": HI, "top_logprobs": 3}, "top_logprobs", "logprobs to be true"),
-    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "expected a number <= 20, got 21"),
     ({"messages": HI, "tool_choice": "required"}, "tool_choice", "expected tools to choose from"),
     ({"messages": HI, "tools": [{"function": {"name": "f"}}]}, "tools", "--tool-call-parser"),
     (
@@ -148,28 +154,33 @@ def test_bad_completions(bad_served: Served, body: dict[str, Any], text: str) ->
     assert text in error(bad_served.post("/v1/completions", body), 400)["message"]
 
 
-BAD_BODIES = {
-    "empty": b"",
-    "cut": b'{"messages": [',
-    "utf-8": b'{"messages": "\xff\xfe"}',
-    "surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
-    "list": b"[1, 2]",
-    "number": b"5",
-    "deep": b"[" * 100_000,
-    "nan": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
-    "long number": b'{"n": ' + b"9" * 5000 + b"}",
+SURROGATE = "messages[0].content: expected valid text, got a lone surrogate at index 0"
+BAD_BODIES = {  # and what the error says
+    "empty": (b"", "body: expected a JSON object, got none"),
+    "cut": (b'{"messages": [', "body: expected JSON, got an error at character 14: Expecting value"),
+    "utf-8": (b'{"messages": "\xff\xfe"}', "body: expected JSON in UTF-8, got byte 0xff at byte 14"),
+    "surrogate": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', SURROGATE),
+    "list": (b"[1, 2]", "body: expected a JSON object, got a list"),
+    "number": (b"5", "body: expected a JSON object, got 5"),
+    "deep": (b"[" * 100_000, "body: expected JSON, got one nested too deeply"),
+    "nan": (
+        b'{"messages": [{"role": "user", "content": "x"}], "prompt": "x", "temperature": NaN}',
+        "temperature: expected a number <= 10000, got NaN",
+    ),
+    "long number": (b'{"n": ' + b"9" * 5000 + b"}", "body: expected numbers of at most 4300 digits, got a longer one"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
 def test_malformed_bodies(bad_served: Served, name: str) -> None:
-    headers = {"content-type": "application/json"}
+    (body, text), headers = BAD_BODIES[name], {"content-type": "application/json"}
     for path in ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"):
         if name != "nan" or path.startswith("/v1"):  # the others have no temperature
-            error(bad_served.post(path, content=BAD_BODIES[name], headers=headers), 400)
+            got = error(bad_served.post(path, content=body, headers=headers), 400)
+            assert text in got["message"] or (text == SURROGATE and path != "/v1/chat/completions")
     for kind in ("text/plain", "application/x-www-form-urlencoded"):
         got = error(bad_served.post("/v1/completions", content=b'{"prompt": "x"}', headers={"content-type": kind}), 400)
-        assert "body: expected a JSON object, sent as Content-Type: application/json" in got["message"]
+        assert got["message"] == f"body: expected Content-Type: application/json, got {kind}"
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +203,41 @@ def test_paths_methods_and_models(bad_served: Served) -> None:
     assert got["code"] == "model_not_found" and "expected fake, got 'gpt-4'" in got["message"]
     assert error(bad_served.get("/v1/models/gpt-4"), 404)["param"] == "model"
     assert "not supported" in error(bad_served.post("/v1/embeddings", {"input": "x", "model": "fake"}), 400)["message"]
-    assert "Field required" in error(bad_served.post("/tokenize", {}), 400)["message"]
+    assert "prompt: expected this field, got none" in error(bad_served.post("/tokenize", {}), 400)["message"]
     assert "got 300" in error(bad_served.post("/detokenize", {"tokens": [300]}), 400)["message"]
     assert bad_served.get("/version").json()["version"] and bad_served.get("/").status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path, body, text",
+    [
+        ("/tokenize", {"prompt": "x" * 100_000}, "prompt of 100000 bytes has at least"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "has at least"),
+        ("/tokenize", {"messages": HI, "chat_template_kwargs": {"tools": 1}}, "got the reserved name tools"),
+        ("/detokenize", {"tokens": [300]}, "tokens: expected token ids in [0, 300), got 300"),
+        ("/v1/completions", {"prompt": "x" * 100_000}, "has at least"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "has at least"),
+    ],
+)
+def test_what_a_client_did_wrong_is_no_traceback_in_the_log(
+    bad_served: Served, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any], text: str
+) -> None:
+    got = error(bad_served.post(path, body), 400)
+    assert text in got["message"] and got["param"] in body
+    assert not [r for r in caplog.records if r.exc_info]
+
+
+def test_an_engine_that_ends_meanwhile_is_503(
+    serve_fake: ServeFake, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = serve_fake()
+
+    def gone(*_: Any) -> None:
+        raise EngineStopped("AsyncLLM: the engine was shut down")
+
+    monkeypatch.setattr(served.llm, "open_stream", gone)
+    assert error(served.post("/v1/completions", {"prompt": "x"}), 503)["code"] == "engine_unavailable"
+    assert served.app.state.service.num_open == 0 and not [r for r in caplog.records if r.exc_info]
 
 
 def test_unknown_fields_are_ignored(serve_fake: ServeFake) -> None:

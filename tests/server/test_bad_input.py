@@ -58,6 +58,52 @@ def test_the_first_bad_item_of_a_prompt_is_named(served: Served, prompt: Any, te
     assert message.startswith(f"{param}: ") and text in message and where == param
 
 
+@pytest.mark.parametrize(
+    "path, body, message",
+    [
+        ("/v1/chat/completions", {"messages": "hi"}, 'messages: expected a list, got "hi"'),
+        ("/v1/chat/completions", {"messages": ["hi"]}, 'messages[0]: expected an object, got "hi"'),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": 5}]},
+            "messages[0].content: expected a string or a list, got 5",
+        ),
+        ("/v1/chat/completions", {"messages": HI, "stop": 5}, "stop: expected a string or a list, got 5"),
+        ("/v1/chat/completions", {"messages": HI, "stop": ["a"] * 65}, "stop: expected at most 64 items, got 65"),
+        ("/v1/chat/completions", {"messages": HI, "stream": 1}, "stream: expected true or false, got 1"),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "guided_json": 5},
+            "guided_json: expected an object or a string, got 5",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "n": int("9" * 4000)},
+            f"n: expected a number <= 128, got {'9' * 60}...",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "tool_choice": "maybe"},
+            "tool_choice: expected 'none', 'auto' or 'required' or an object, got \"maybe\"",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": HI, "tool_choice": {"function": {}}},
+            "tool_choice.function.name: expected this field, got none",
+        ),
+        # of the two kinds of body, the one that was meant
+        ("/tokenize", {"messages": []}, "messages: expected at least 1 item, got none"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": 5}, "add_special_tokens: expected true or false, got 5"),
+    ],
+    ids=lambda value: list(value)[-1] if isinstance(value, dict) else "",
+)
+def test_a_bad_field_is_named_with_its_value_and_what_it_takes(
+    served: Served, path: str, body: dict[str, Any], message: str
+) -> None:
+    got, param = refusal(served, path, body)
+    assert got == message and message.startswith(f"{param}: ")
+
+
 def test_prompts_are_taken_as_they_are_meant() -> None:
     for prompt in ("a", ["a", "b"], [1, 2], [[1], [2, 3]]):
         assert check_prompts(prompt) == prompt

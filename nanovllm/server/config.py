@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,28 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ValueError(f"{name}: expected a file, got {path!r}")
+        if self.ssl_keyfile is not None:
+            self._check_key()
+        if self.chat_template is not None:
+            from nanovllm.server.template import read_template
+
+            read_template(self.chat_template)
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path: expected a path that starts with /, got {self.root_path!r}")
+
+    def _check_key(self) -> None:
+        assert self.ssl_certfile is not None
+
+        def refuse() -> str:  # else OpenSSL asks the terminal
+            raise ValueError("the key has a password")
+
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile, password=refuse)
+        except (OSError, ValueError) as e:  # an SSLError is an OSError
+            wanted = "expected a PEM certificate and its key without a password"
+            got = f"{self.ssl_certfile!r} and {self.ssl_keyfile!r}"
+            raise ValueError(f"ssl_certfile, ssl_keyfile: {wanted}, got {got}: {e}") from None
 
     def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
         if getattr(self, name) not in allowed:

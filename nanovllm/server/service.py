@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from nanovllm.async_llm import AsyncLLM, EngineStopped
@@ -18,6 +17,7 @@ from nanovllm.server.config import ServerConfig
 from nanovllm.server.errors import ApiError
 from nanovllm.server.generation import Generation
 from nanovllm.server.metrics import Metrics, RequestTimer
+from nanovllm.server.template import read_template
 from nanovllm.server.tools import detect_parser
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class Service:
         self.names = config.served_model_name or (llm.config.model,)
         self.created = int(time.time())
         self.metrics = Metrics(llm, self.names[0])
-        self.chat_template = Path(config.chat_template).read_text() if config.chat_template else None
+        self.chat_template = read_template(config.chat_template) if config.chat_template else None
         template = self.chat_template or getattr(llm.tokenizer, "chat_template", None) or ""
         template = template if isinstance(template, str) else "\n".join(template.values())
         wants_tools, wants_reasoning = config.tool_call_parser, config.reasoning_parser

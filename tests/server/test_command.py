@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -85,6 +86,66 @@ def test_an_address_in_use_is_told_before_the_model_is_loaded(capsys: pytest.Cap
 def test_bad_flags(line: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "no/such-model", *line]) == 1
     assert text in capsys.readouterr().err
+
+
+def make_key(folder: Path, name: str) -> tuple[str, str]:
+    """A certificate and its key."""
+    cert, key = str(folder / f"{name}.pem"), str(folder / f"{name}.key")
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-noenc",
+        "-days",
+        "1",
+    ]
+    subprocess.run([*command, "-subj", "/CN=localhost", "-out", cert, "-keyout", key], check=True, capture_output=True)
+    return cert, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes keys with the openssl program")
+def test_tls_files_are_read_before_the_model_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cert, key = make_key(tmp_path, "one")
+    _, other_key = make_key(tmp_path, "two")
+    locked, text = str(tmp_path / "locked.key"), tmp_path / "text"
+    lock = ["openssl", "pkcs8", "-topk8", "-in", key, "-out", locked, "-passout", "pass:secret"]
+    subprocess.run(lock, check=True, capture_output=True)
+    text.write_text("no key")
+    wrong = {(cert, other_key): "key values mismatch", (cert, str(text)): "PEM", (str(text), key): "PEM"}
+    wrong[cert, locked] = "the key has a password"
+    for (certfile, keyfile), reason in wrong.items():
+        assert main(["serve", "no/such-model", "--ssl-certfile", certfile, "--ssl-keyfile", keyfile]) == 1
+        err = capsys.readouterr().err
+        assert f"expected a PEM certificate and its key without a password, got {certfile!r} and {keyfile!r}" in err
+        assert reason.lower() in err.lower().replace("_", " ")
+    assert ServerConfig(ssl_certfile=cert, ssl_keyfile=key).ssl_keyfile == key
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (b"{% for m in messages %}\n{{ m.content }", "chat_template: expected a Jinja template, got"),
+        (b"{{ messages }}\n{% if %}", "line 2: Expected an expression, got 'end of statement block'"),
+        (b"\xff{{ messages }}", "chat_template: expected UTF-8, got byte 0xff in"),
+    ],
+)
+def test_a_template_is_read_before_the_model_is_loaded(
+    content: bytes, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_bytes(content)
+    assert main(["serve", "no/such-model", "--chat-template", str(path)]) == 1
+    assert text in capsys.readouterr().err
+
+
+def test_templates_of_transformers_pass(tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for m in messages %}{% generation %}{{ m }}{% endgeneration %}{% break %}{% endfor %}")
+    assert ServerConfig(chat_template=str(path)).chat_template == str(path)
 
 
 def test_flags_become_the_configuration() -> None:

@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from nanovllm import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
+from nanovllm.bench import engine as bench_engine
 from nanovllm.bench import report
 from nanovllm.cli import chat, env, flags, generate, main, make_parser, terminal
 from nanovllm.config import EngineConfig
@@ -505,6 +506,24 @@ def test_bench_of_a_config(kind: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert {"command", "date", "device", "torch", "nanovllm", "model", "dtype"} <= content.keys()
     for row in content["rows"]:
         assert row["roofline_seconds"] > 0 and row["roofline_share"] > 0
+
+
+def test_bench_prints_a_row_when_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure, seen = bench_engine.latency, []
+
+    def latency(*args: Any, **options: Any) -> Any:
+        seen.append(capsys.readouterr().out)
+        return measure(*args, **options)
+
+    monkeypatch.setattr(bench_engine, "latency", latency)
+    assert main([*small_bench("latency", tmp_path), *SMALL_BENCH["latency"]]) == 0
+    title, head_and_row, rest = *seen, capsys.readouterr().out
+    head, row = head_and_row.splitlines()
+    assert title.startswith("Qwen3ForCausalLM in ") and title.count("\n") == 1
+    assert head.split()[0] == "requests" and [row.split()[0], rest.split()[0]] == ["1", "2"]
+    assert len(head) == len(row) == len(rest.splitlines()[0])
 
 
 def test_bench_prints_only_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

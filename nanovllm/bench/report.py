@@ -8,7 +8,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ _HEADS = {
     "roofline_seconds": "roofline s",
     "roofline_share": "of it",
 }
+_MIN_WIDTH = 7  # of a column whose values are not known yet
 _MILLISECONDS = ("time_to_first_token", "time_per_output_token")
 Row = dict[str, Any]
 
@@ -42,6 +43,20 @@ def result_row(result: Result, cost: Cost, machine: Machine) -> Row:
     row["roofline_seconds"] = cost.floor(result.steps, machine)
     row["roofline_share"] = row["roofline_seconds"] / result.seconds
     return row
+
+
+def head_line(row: Row) -> str:
+    """The heads of row_line()'s columns."""
+    return _line(row, map(_head, row))
+
+
+def row_line(row: Row) -> str:
+    """The values of a row, in columns that are wide enough for most."""
+    return _line(row, (_shown(name, value) for name, value in row.items()))
+
+
+def _line(row: Row, cells: Iterable[str]) -> str:
+    return "  ".join(cell.rjust(max(len(_head(name)), _MIN_WIDTH)) for cell, name in zip(cells, row))
 
 
 def table(rows: Sequence[Row]) -> str:

@@ -32,8 +32,11 @@ class Machine:
     def measure(
         cls, device: torch.device, dtype: torch.dtype, bandwidth: float | None = None, compute: float | None = None
     ) -> Machine:
-        """Measures what is not given."""
-        return cls(bandwidth or read_bandwidth(device), compute or matmul_rate(device, dtype))
+        """Measures what is not given; the memory that it needs is free again afterwards."""
+        machine = cls(bandwidth or read_bandwidth(device), compute or matmul_rate(device, dtype))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        return machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,8 @@ from nanovllm.cli.flags import add_engine_flags, engine_config, make_llm
 
 if TYPE_CHECKING:
     from nanovllm.bench.engine import Result
+    from nanovllm.bench.roofline import Machine
+    from nanovllm.config import EngineConfig
     from nanovllm.llm import LLM
 
 SUMMARY = "measure an engine on prompts of random token ids, or a running server"
@@ -98,37 +101,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.kind == "serve":
         return bench_serve.run(args)
-    from nanovllm.bench import report, roofline
+    from nanovllm.bench import report
+    from nanovllm.bench.roofline import Cost
     from nanovllm.inspector.record import recording
 
     only_json = args.json is not None and str(args.json) == "-"
+
+    def show(text: str) -> None:
+        if not only_json:
+            print(text, flush=True)
+
+    results, rows = [], []
     with ExitStack() as stack:
         _choose_model(args, stack)
         _make_room(args)
         config = engine_config(args)
+        machine = _machine(config, args)  # while the memory is free
         llm = stack.enter_context(make_llm(config))
+        cost, facts = Cost.of(llm), report.facts(llm)
+        title = f"{facts['model']} in {facts['dtype']}, {facts['device']}, torch {facts['torch']}, {facts['date']}"
+        show(title)
         with recording(llm, args.record):
-            results = _measure(llm, args)
-        device, dtype = llm.engine.runner.device, llm.engine.runner.dtype
-        cost, facts = roofline.Cost.of(llm), report.facts(llm)
-    given = (args.bandwidth and 1e12 * args.bandwidth, args.compute and 1e12 * args.compute)
-    machine = roofline.Machine.measure(device, dtype, *given)  # in the memory that the engine gave back
-    rows = [report.result_row(r, cost, machine) for r in results]
-    content = report.report(facts, rows, results, machine, args.profile)
-    title = f"{facts['model']} in {facts['dtype']}, {facts['device']}, torch {facts['torch']}, {facts['date']}"
+            for result in _measure(llm, args):
+                row = report.result_row(result, cost, machine)
+                if not rows:
+                    show(report.head_line(row))
+                show(report.row_line(row))
+                results.append(result)
+                rows.append(row)
+    if args.profile:
+        for result in results:
+            show(f"\n{report.profile_table(result)}")
+    show(report.roofline_line(results, cost, machine))
     if args.plot:
         report.plot(args.plot, rows, results, title)
     if args.json:
-        text = json.dumps(content, indent=1)
+        text = json.dumps(report.report(facts, rows, results, machine, args.profile), indent=1)
         print(text) if only_json else args.json.write_text(text + "\n")
-    if not only_json:
-        print(title)
-        print(report.table(rows))
-        if args.profile:
-            for result in results:
-                print(f"\n{report.profile_table(result)}")
-        print(report.roofline_line(results, cost, machine))
     return 0
+
+
+def _machine(config: EngineConfig, args: argparse.Namespace) -> Machine:
+    """The rates of the device that the engine will run on."""
+    from nanovllm.bench.roofline import Machine
+    from nanovllm.engine.build import examine
+    from nanovllm.parallel.rendezvous import external_rank
+
+    if external_rank(config.distributed_init_method, config.tensor_parallel_size):
+        return Machine(1.0, 1.0)  # a rank above 0 has no results
+    device, _, _, model = examine(config)
+    given = (args.bandwidth and 1e12 * args.bandwidth, args.compute and 1e12 * args.compute)
+    return Machine.measure(device, model.dtype, *given)
 
 
 def _choose_model(args: argparse.Namespace, stack: ExitStack) -> None:
@@ -162,25 +185,25 @@ def _make_room(args: argparse.Namespace) -> None:
             setattr(args, name, max(least, defaults[name]))
 
 
-def _measure(llm: LLM, args: argparse.Namespace) -> list[Result]:
+def _measure(llm: LLM, args: argparse.Namespace) -> Iterator[Result]:
+    """The results, each when it is there."""
     from nanovllm.bench import engine
 
-    seed, results = llm.config.seed, []
+    seed = llm.config.seed
     if args.kind == "throughput":
         vocab_size = llm.engine.vocab_size or sys.maxsize
         work = engine.Workload.random(
             args.num_requests, tuple(args.input_len), tuple(args.output_len), vocab_size, seed
         )
         show = sys.stderr.isatty()
-        return [engine.throughput(llm, work, args.temperature, args.profile, show)]
-    if args.kind == "latency":
+        yield engine.throughput(llm, work, args.temperature, args.profile, show)
+    elif args.kind == "latency":
         options: dict[str, Any] = {"runs": args.runs, "temperature": args.temperature, "profile": args.profile}
         for count in args.num_requests:
-            results.append(engine.latency(llm, count, args.input_len, args.output_len, seed=seed, **options))
-        return results
-    lengths = args.input_len or [n for n in engine.PREFILL_LENGTHS if n < llm.config.max_model_len]
-    shares = [0.0, args.prefix_hit] if args.prefix_hit and llm.config.enable_prefix_caching else [0.0]
-    for length in lengths:
-        for share in shares:
-            results.append(engine.prefill(llm, length, share, args.runs, seed, args.profile))
-    return results
+            yield engine.latency(llm, count, args.input_len, args.output_len, seed=seed, **options)
+    else:
+        lengths = args.input_len or [n for n in engine.PREFILL_LENGTHS if n < llm.config.max_model_len]
+        shares = [0.0, args.prefix_hit] if args.prefix_hit and llm.config.enable_prefix_caching else [0.0]
+        for length in lengths:
+            for share in shares:
+                yield engine.prefill(llm, length, share, args.runs, seed, args.profile)

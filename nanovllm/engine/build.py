@@ -183,6 +183,22 @@ def eos_token_ids(generation_config: Any, tokenizer: Any, hf_config: Any) -> fro
     return frozenset(ids)
 
 
+def examine(config: EngineConfig) -> tuple[torch.device, ModelSource, Any, ModelConfig]:
+    """The device to run on, where the model is, its HF config, and its shape in the dtype to compute in.
+
+    Raises:
+        ValueError, NotImplementedError: the model or an option is not supported; the text names it.
+    """
+    from nanovllm.loader import source
+
+    device = resolve_device(config.device)
+    where = source.resolve(config.model, config.revision, config.token)
+    hf_config = source.load_hf_config(where)
+    model_config = ModelConfig.from_hf(hf_config)
+    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    return device, where, hf_config, dataclasses.replace(model_config, dtype=dtype)
+
+
 def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     """Loads the model and makes its engine; also the model's default sampling parameters.
 
@@ -194,15 +210,11 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     from nanovllm.loader import source, weights
 
     start = time.perf_counter()
-    device = resolve_device(config.device)
-    where = source.resolve(config.model, config.revision, config.token)
-    hf_config = source.load_hf_config(where)
-    model_config = ModelConfig.from_hf(hf_config)
-    dtype = resolve_dtype(config.dtype, model_config.dtype, device)
+    device, where, hf_config, model_config = examine(config)
     max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
     config = dataclasses.replace(config, max_model_len=max_model_len)
     # Positions end at max_model_len: so does the rotary table (its scaling is already resolved).
-    model_config = dataclasses.replace(model_config, dtype=dtype, max_position_embeddings=max_model_len)
+    model_config = dataclasses.replace(model_config, max_position_embeddings=max_model_len)
     check_shapes(config, model_config, device)
     check_ranks(config, model_config, device)
     backend = make_backend(config.attention_backend, device)
@@ -215,6 +227,8 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     generation_config = source.load_generation_config(where)
     if config.load_format != "dummy":
         weights.check_sizes(model_config, where)
+    if not external_rank(config.distributed_init_method, config.tensor_parallel_size):  # of ranks, the first one
+        _say(f"nanovllm: loading {_name(model_config, device)} from {config.model}")
     runner, load_seconds = make_runner(config, model_config, where, device)
     tokenizer = tokenizer_result.result()
     overlap = device.type == "cuda" if config.overlap == "auto" else bool(config.overlap)
@@ -232,19 +246,25 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         "warm-up": time.perf_counter() - start - load_seconds - runner.capture_seconds,
         "graphs": runner.capture_seconds,
     }
-    _say_ready(engine, model_config, device, dtype, backend.name)
+    _say_ready(engine, model_config, device, backend.name)
     return engine, sampling_defaults(generation_config)
 
 
-def _say_ready(engine: LLMEngine, model: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str) -> None:
+def _say_ready(engine: LLMEngine, model: ModelConfig, device: torch.device, backend: str) -> None:
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in engine.startup_seconds.items())
     blocks, size = engine.runner.num_kvcache_blocks, engine.config.kvcache_block_size
-    text = (
-        f"nanovllm: {model.architecture} in {str(dtype).removeprefix('torch.')} on {device}, {backend} attention, "
-        f"{phases}; KV cache holds {blocks * size:,} tokens ({blocks:,} "
-        f"blocks of {size}{', fp8_e4m3' if engine.config.kv_cache_dtype == 'fp8_e4m3' else ''})"
+    _say(
+        f"nanovllm: {_name(model, device)}, {backend} attention, {phases}; KV cache holds {blocks * size:,} tokens "
+        f"({blocks:,} blocks of {size}{', fp8_e4m3' if engine.config.kv_cache_dtype == 'fp8_e4m3' else ''})"
     )
+
+
+def _name(model: ModelConfig, device: torch.device) -> str:
+    return f"{model.architecture} in {str(model.dtype).removeprefix('torch.')} on {device}"
+
+
+def _say(text: str) -> None:
     if logger.handlers or logging.getLogger().handlers:
         logger.info(text)
     else:
-        print(text, file=sys.stderr)
+        print(text, file=sys.stderr, flush=True)

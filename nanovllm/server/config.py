@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +78,8 @@ class ServerConfig:
             raise ValueError(f"root_path: expected a path that starts with /, got {self.root_path!r}")
 
     def _check_key(self) -> None:
+        import ssl
+
         assert self.ssl_certfile is not None
 
         def refuse() -> str:  # else OpenSSL asks the terminal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import signal
@@ -60,6 +61,20 @@ def test_serves_until_a_signal(process: subprocess.Popen[str], number: int) -> N
     assert rest[-1] == "data: [DONE]"  # what runs may end
     assert process.wait(PATIENCE) == 0
     assert "Traceback" not in process.stderr.read()  # type: ignore[union-attr]
+
+
+def test_says_what_it_loads_before_it_loads(
+    model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A large model takes minutes; meanwhile the terminal says which it is, and where it will run."""
+
+    def load(*_: object) -> None:
+        raise RuntimeError("no weights today")
+
+    monkeypatch.setattr("nanovllm.loader.weights.load_weights", load)
+    caplog.set_level(logging.INFO, "nanovllm")
+    assert main(["generate", str(model), "--prompt", "x", "--device", "cpu"]) == 1
+    assert caplog.messages == [f"nanovllm: loading Qwen3ForCausalLM in float32 on cpu from {model}"]
 
 
 def test_an_address_in_use_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:

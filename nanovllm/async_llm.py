@@ -102,7 +102,11 @@ class AsyncLLM:
         params = self.default_sampling_params if sampling_params is None else sampling_params
         if request_id is not None:
             _check_request_id(request_id)
-        token_ids = self.check_request(prompt, params)
+        if isinstance(prompt, str) or getattr(params, "structured_outputs", None) is not None:
+            # Long texts take a while to tokenise, and forms to compile: not in the event loop.
+            token_ids = await asyncio.to_thread(self.check_request, prompt, params)
+        else:
+            token_ids = self.check_request(prompt, params)
         stream = _Stream(asyncio.get_running_loop())
         added: list[Request] = []
 

@@ -9,7 +9,7 @@ from engine.fakes import by_hash, check_idle, complete, greedy, make_engine
 from engine.tokenizer import byte_tokenizer
 
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 async_module = pytest.importorskip("nanovllm.async_llm", reason="needs torch and the model configs")
 overlaps = pytest.mark.parametrize("overlap", [False, True])
@@ -81,6 +81,30 @@ def test_text_prompts_and_default_params(make_llm) -> None:
     outputs = run(collect(llm, "the cat", None))
     expected = alone(byte_tokenizer().encode("the cat"), greedy(5))
     assert outputs[-1].token_ids == expected and outputs[-1].prompt == "the cat"
+
+
+@pytest.mark.parametrize(
+    "prompt, form", [("the cat", None), ([5], StructuredOutputsParams(choice=["a", "b"]))], ids=["text", "form"]
+)
+def test_a_slow_check_leaves_the_event_loop_free(make_llm, monkeypatch: pytest.MonkeyPatch, prompt, form) -> None:
+    if form is not None:
+        pytest.importorskip("llguidance", reason="forms need llguidance")
+    llm = make_llm()
+    check, loop_goes_on = llm.engine.check_request, threading.Event()
+
+    def slowly(*args: object) -> object:
+        assert loop_goes_on.wait(PATIENCE)
+        return check(*args)
+
+    async def main() -> list[RequestOutput]:
+        reader = asyncio.create_task(collect(llm, prompt, greedy(5, structured_outputs=form)))
+        await asyncio.sleep(0)  # the reader starts
+        loop_goes_on.set()
+        return await reader
+
+    monkeypatch.setattr(llm.engine, "check_request", slowly)
+    assert run(main())[-1].finished
+    shut_down_and_check(llm)
 
 
 @overlaps

@@ -360,6 +360,17 @@ def test_chat_in_a_pipe_prints_answers_only(
     assert "/help         this list" in captured.err and "(the chat template's own)" in captured.err
 
 
+def test_chat_in_a_pipe_goes_on_after_a_question_that_is_refused(
+    fake: FakeLLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\n\xff\xfe\ntwo\n"), "utf-8"))
+    assert main(["chat", "m"]) == 1  # so that a script notices
+    assert fake.prompts == [["user:one"], ["user:one|assistant:Paris.|user:two"]]
+    captured = capsys.readouterr()
+    assert "error: question 2: " in captured.err and "expected valid text, got a lone surrogate" in captured.err
+    assert captured.out == "Paris.\nParis.\n"
+
+
 @pytest.mark.parametrize(
     "lines, message",
     [

@@ -59,10 +59,9 @@ def run(args: argparse.Namespace) -> int:
         params = dataclasses.replace(llm.default_sampling_params, **values)
         conversation = Conversation(llm, params, args.system, args.enable_thinking)
         conversation.is_rich = args.markdown and sys.stdout.isatty()
-        if args.once is not None:
-            conversation.ask(args.once)
-        else:
-            talk(conversation)
+        if args.once is None:
+            return 0 if talk(conversation) else 1
+        conversation.ask(args.once)
     return 0
 
 
@@ -110,8 +109,11 @@ class Conversation:
             yield printer.show
 
 
-def talk(conversation: Conversation) -> None:
-    """Reads questions until /quit or the end of input; without a terminal, prints the answers only."""
+def talk(conversation: Conversation) -> bool:
+    """Reads questions until /quit or the end of input; without a terminal, prints the answers only.
+
+    A question that is refused ends nothing. Returns False where that happened and no person saw it.
+    """
     from nanovllm.cli import terminal
 
     interactive = terminal.is_interactive()
@@ -119,13 +121,14 @@ def talk(conversation: Conversation) -> None:
         terminal.use_line_editing(COMMANDS)
         print(_HINT)
     prompts = ("> ", ". ") if interactive else ("", "")
+    number, all_answered = 0, True
     while True:
         try:
             message = terminal.read_message(*prompts)
         except EOFError:
             if interactive:
                 print()
-            return
+            return interactive or all_answered
         except KeyboardInterrupt:
             if not interactive:
                 raise
@@ -134,10 +137,17 @@ def talk(conversation: Conversation) -> None:
         command = re.fullmatch(r"(/[a-z?]+)(?:\s+(.*))?", message, re.DOTALL)
         if command is not None:
             if command[1] in ("/quit", "/exit"):
-                return
+                return interactive or all_answered
             _obey(conversation, command[1], command[2])
+        elif message and interactive:
+            _answer(conversation, message)
         elif message:
-            _answer(conversation, message, interactive)
+            number += 1
+            try:
+                conversation.ask(message)
+            except ValueError as e:
+                print(f"nanovllm: error: question {number}: {e}", file=sys.stderr)
+                all_answered = False
 
 
 def _obey(conversation: Conversation, command: str, text: str | None) -> None:
@@ -153,11 +163,8 @@ def _obey(conversation: Conversation, command: str, text: str | None) -> None:
         print(f"{command} is not a command; /help lists them", file=sys.stderr)
 
 
-def _answer(conversation: Conversation, question: str, interactive: bool) -> None:
-    """One answer; on a terminal, errors and interrupts do not end the conversation, and the rate is told."""
-    if not interactive:
-        conversation.ask(question)
-        return
+def _answer(conversation: Conversation, question: str) -> None:
+    """One answer on a terminal, and its rate; errors and interrupts do not end the conversation."""
     try:
         answer = conversation.ask(question)
     except ValueError as e:  # too long for the context, or refused by the template

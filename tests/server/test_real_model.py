@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from server.served import PATIENCE, Served, serving, wait_idle
 
 from nanovllm import AsyncLLM, SamplingParams
 from nanovllm.outputs import RequestOutput
-from tests.real_model import REAL_MODEL
+from tests.real_model import REAL_MODEL, needs_real_model
 
 pytestmark = pytest.mark.model
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -207,6 +208,7 @@ def test_forced_tool_calls(served: Served, choice: Any) -> None:
 
 
 def test_many_async_requests_get_what_they_get_alone(served: Served) -> None:
+    """In float32; in bfloat16 see below."""
     questions = [[{"role": "user", "content": f"Say {word} twice."}] for word in ("ant", "bee", "cat", "dog")]
     alone = [
         engine_output(served, prompt_ids(served, q), SamplingParams(temperature=0, max_tokens=12)).text
@@ -224,6 +226,36 @@ def test_many_async_requests_get_what_they_get_alone(served: Served) -> None:
             return await asyncio.gather(*(ask(client, q, s) for q in questions for s in (False, True)))
 
     assert asyncio.run(ask_all()) == [text for text in alone for _ in range(2)]
+
+
+TIE = 0.5  # logprobs that rounding to bfloat16 may bring into another order
+
+
+@needs_real_model
+def test_in_bfloat16_company_changes_rounding_only() -> None:
+    """Logprobs stay close, and a token that differs was nearly as likely (docs/serving.md says so)."""
+    llm = AsyncLLM(str(REAL_MODEL), max_model_len=256, max_num_seqs=16, device="cpu", dtype="bfloat16")
+    bodies = [
+        {"prompt": f"The {animal} is an animal that", "max_tokens": 12, "temperature": 0, "logprobs": 5}
+        for animal in ("ant", "bee", "cat", "dog", "fox", "hen", "owl", "pig")
+    ]
+
+    def ask(body: dict[str, Any]) -> dict[str, Any]:
+        return served.post("/v1/completions", body).json()["choices"][0]["logprobs"]
+
+    with serving(llm) as served:
+        alone = [ask(body) for body in bodies]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            among_others = list(pool.map(ask, bodies))
+        wait_idle(llm.engine)
+    llm.shutdown()
+    for one, other in zip(alone, among_others):
+        for i, (token, instead) in enumerate(zip(one["tokens"], other["tokens"])):
+            likely, also_likely = one["top_logprobs"][i], other["top_logprobs"][i]
+            assert all(abs(likely[t] - also_likely[t]) < TIE for t in likely.keys() & also_likely.keys())
+            if token != instead:
+                assert likely[token] - likely[instead] < TIE
+                break  # from here on they tell different stories
 
 
 def test_models_and_tokens(served: Served) -> None:

@@ -28,8 +28,9 @@ def _biases(value: Any) -> Any:
     return value
 
 
-Int = Annotated[int, BeforeValidator(_whole)]
-TokenId = Annotated[Int, Field(ge=0, json_schema_extra={TOKEN_ID: True})]
+# After the bounds of an int: before them, or at a field's `| None`, the OpenAPI description would lose the bounds.
+WHOLE = BeforeValidator(_whole)
+TokenId = Annotated[int, Field(ge=0, json_schema_extra={TOKEN_ID: True}), WHOLE]
 Prompt = Annotated[str, Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1)]
 JsonObject = dict[str, Any]
@@ -120,18 +121,18 @@ class SamplingRequest(_Strict):
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=1e4)
     top_p: float | None = Field(None, gt=0, le=1)
-    n: Int | None = Field(1, ge=1, le=128)
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = 1
     stop: StopString | Annotated[list[StopString], Field(max_length=64, fail_fast=True)] | None = None
-    seed: Int | None = Field(None, ge=-_MAX_SEED, le=_MAX_SEED)
+    seed: Annotated[int, Field(ge=-_MAX_SEED, le=_MAX_SEED), WHOLE] | None = None
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
     user: str | None = None
     response_format: ResponseFormat | None = None
     # vLLM's
-    top_k: Int | None = Field(None, ge=-1)
+    top_k: Annotated[int, Field(ge=-1), WHOLE] | None = None
     min_p: float | None = Field(None, ge=0, le=1)
-    min_tokens: Int | None = Field(None, ge=0)
+    min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: FirstBad[list[TokenId]] | None = None
     repetition_penalty: float | None = Field(None, gt=0, le=1e4)
@@ -165,8 +166,8 @@ _PromptSchema = (
 
 class CompletionRequest(SamplingRequest):
     prompt: Annotated[Prompts, PlainValidator(check_prompts, json_schema_input_type=_PromptSchema)]
-    max_tokens: Int | None = Field(None, ge=1)
-    logprobs: Int | None = Field(None, ge=0, le=20)
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     echo: bool | None = False
     add_special_tokens: bool = True
 
@@ -261,10 +262,10 @@ class NamedToolChoice(_Strict):
 
 class ChatRequest(SamplingRequest):
     messages: FirstBad[list[Message]] = Field(min_length=1)
-    max_tokens: Int | None = Field(None, ge=1)
-    max_completion_tokens: Int | None = Field(None, ge=1)
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     logprobs: bool | None = False
-    top_logprobs: Int | None = Field(None, ge=0, le=20)
+    top_logprobs: Annotated[int, Field(ge=0, le=20), WHOLE] | None = None
     tools: FirstBad[list[Tool]] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = True

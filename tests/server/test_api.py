@@ -240,6 +240,15 @@ def test_an_engine_that_ends_meanwhile_is_503(
     assert served.app.state.service.num_open == 0 and not [r for r in caplog.records if r.exc_info]
 
 
+def test_the_description_has_the_bounds(bad_served: Served) -> None:
+    schemas = bad_served.get("/openapi.json").json()["components"]["schemas"]
+    n, top_p = (schemas["ChatRequest"]["properties"][name]["anyOf"][0] for name in ("n", "top_p"))
+    assert n == {"type": "integer", "minimum": 1, "maximum": 128}
+    assert top_p == {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+    tokens = schemas["DetokenizeRequest"]["properties"]["tokens"]["items"]
+    assert tokens == {"type": "integer", "minimum": 0, "maximum": VOCAB - 1}
+
+
 def test_unknown_fields_are_ignored(serve_fake: ServeFake) -> None:
     served = serve_fake(writes("ok"))
     body = {"messages": HI, "store": True, "metadata": {"a": 1}, "service_tier": "auto", "x-unknown": [1]}

@@ -20,6 +20,8 @@ CUDA_ARCHS := 8.0 8.6 8.9 9.0a 10.0 12.0
 demo: $(VENV)/.built $(MODEL)
 	@echo 'nanovllm chat $(MODEL) --once "What is the capital of France?" --temperature 0'
 	@$(VENV)/bin/nanovllm chat $(MODEL) --once "What is the capital of France?" --temperature 0
+	@echo 'Next: $(VENV)/bin/nanovllm serve $(MODEL) --num-kvcache-blocks 64'
+	@echo '      and open http://127.0.0.1:8000/inspector'
 
 test: $(VENV)/.built $(VENV)/.test $(MODEL)
 	$(PY) -m pytest -q

@@ -12,14 +12,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -115,7 +119,10 @@ def main() -> None:
     latency = f"TTFT {run['ttft_ms']['p50']:.1f} ms, {run['tpot_ms']['p50']:.2f} ms a token"
     print(f"served:  {through:,.0f} output tokens/s, {100 * through / alone:.1f} %; {latency}")
     if args.json:
-        result = {"streams": args.streams, "offline_tok_s": alone, "served_tok_s": through, "run": run}
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+        where = {"command": shlex.join(sys.argv), "date": date.today().isoformat(), "device": device}
+        result = where | {"torch": torch.__version__, "streams": args.streams}
+        result |= {"offline_tok_s": alone, "served_tok_s": through, "run": run}
         Path(args.json).write_text(json.dumps(result, indent=1))
 
 

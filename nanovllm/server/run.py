@@ -42,7 +42,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig, record: str | None 
             host, port = sock.getsockname()[:2]
             scheme = "https" if config.ssl_certfile else "http"
             where = f"[{host}]" if ":" in host else host
-            logger.info("nanovllm: serving on %s://%s:%d (Ctrl-C ends it)", scheme, where, port)
+            url = f"{scheme}://{where}:{port}"
+            logger.info("nanovllm: serving on %s (Ctrl-C ends it); %s/inspector has a chat to try it", url, url)
             previous = sys.getswitchinterval()
             sys.setswitchinterval(SWITCH_INTERVAL)
             try:

@@ -251,8 +251,9 @@ def make_app(live: Live) -> Any:
     async def answer(request: fastapi.Request) -> Any:
         body = await request.json()
         assert body["model"] == "fake" and body["stream"]
-        text = f"You said {body['messages'][-1]['content']}."
-        chunks = [f"data: {json.dumps({'choices': [{'delta': {'content': c}}]})}\n\n" for c in text]
+        answer = f"You said {body['messages'][-1]['content']}."
+        deltas = [{"reasoning_content": c} for c in "Hm, hm."] + [{"content": c} for c in answer]
+        chunks = [f"data: {json.dumps({'choices': [{'delta': delta}]})}\n\n" for delta in deltas]
         return fastapi.responses.StreamingResponse(iter([*chunks, "data: [DONE]\n\n"]), media_type="text/event-stream")
 
     return app
@@ -323,6 +324,7 @@ def test_chat_on_the_page(page, monkeypatch) -> None:  # noqa: F811
         page.get_by_role("textbox", name="message").fill("hello")
         page.keyboard.press("Enter")
         page.get_by_text("You said hello.").wait_for()
+        assert page.locator(".thoughts").inner_text() == "Hm, hm."
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

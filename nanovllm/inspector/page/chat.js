@@ -44,6 +44,7 @@ class ChatPanel {
     const abort = (this.abort = new AbortController());
     $("chat-send").textContent = "Stop";
     let answer = "";
+    let thoughts = "";
     try {
       this.model ??= await this.firstModel(abort.signal);
       const response = await fetch("v1/chat/completions", {
@@ -55,8 +56,10 @@ class ChatPanel {
       if (!response.ok) throw new Error(await reasonOf(response));
       await readEventStream(response, (chunk) => {
         if (chunk.error) throw new Error(chunk.error.message);
-        answer += chunk.choices?.[0]?.delta?.content ?? "";
-        line.textContent = answer;
+        const delta = chunk.choices?.[0]?.delta ?? {};
+        thoughts += delta.reasoning_content ?? "";
+        answer += delta.content ?? "";
+        line.replaceChildren(...(thoughts ? [el("div", { class: "thoughts" }, thoughts)] : []), answer);
         $("chat-log").scrollTop = $("chat-log").scrollHeight;
       });
     } catch (error) {

@@ -28,6 +28,7 @@ def request_of(number: int) -> dict[str, Any]:
         "n": rng.choice([1, 1, 1, 2]),
         "ignore_eos": True,
         "stop": rng.choice([None, None, "e", ["a", "zz"]]),
+        "nobody_knows": [number],
     }
 
 

@@ -139,7 +139,7 @@ def run_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = make_group(spec, progress)
-    fault = faults.of_rank(spec.rank, group)
+    fault = faults.of_rank(spec.rank, device)
     fault.at("start")
     progress.doing = "loading weights"
     model = load_model(spec.config, spec.model_config, spec.source, device, group)

@@ -37,9 +37,9 @@ namespace nanovllm::kernels {
 constexpr int kElements = 8;                // of a thread: 16 bytes
 constexpr uint32_t kSentinel = 0x80008000;  // two times -0.0, in bf16 and fp16
 constexpr int kEpochs = 3;
-// Some 10 ms. Looks at host memory queue up, half a microsecond each: 1 ms for the warps of a large message. Were
-// they as frequent as that, a rank that once came late would be waited for with looks, which make the others late
-// in the next call, and so on for ever.
+// Some 10 ms. Looks at host memory queue up, half a microsecond each: 1 ms for the warps of a large message.
+// Were they as frequent as that, a rank that once came late would be waited for with looks, which make the
+// others late in the next call, and so on for ever.
 constexpr uint32_t kSpinsPerAbortCheck = 1 << 15;
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxRowBytes = kMaxThreads * 16;

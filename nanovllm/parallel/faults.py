@@ -1,19 +1,20 @@
 """Faults on demand, for tests: the variable NANOVLLM_FAULT=rank:when:what makes a worker fail.
 
-when: start, prefill or decode (in the second such step, which the other ranks have begun); what: kill, stop, raise or
-allocate.
+when: start, prefill or decode (in the second such step, which the other ranks have begun); what: kill, stop (the
+process), hang (its main thread only), raise or allocate.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 
 import torch
 
 VARIABLE = "NANOVLLM_FAULT"
 WHENS = ("start", "prefill", "decode")
-WHATS = ("kill", "stop", "raise", "allocate")
+WHATS = ("kill", "stop", "hang", "raise", "allocate")
 _STEP = {"start": 1, "prefill": 1, "decode": 2}
 _ABSURD = 1 << 50  # bytes
 
@@ -41,6 +42,8 @@ class Fault:
             os.kill(os.getpid(), signal.SIGKILL)
         elif self._what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif self._what == "hang":
+            threading.Event().wait()
         elif self._what == "allocate":
             torch.empty(_ABSURD, dtype=torch.uint8, device=self._device)
         else:

@@ -19,8 +19,8 @@
 //
 // A block owns a row at a time, a thread 16 bytes of it, which stay in registers; blocks take their rows in
 // the same order on every rank, and there are no more blocks than fit on the GPU together, so that waiting
-// ones cannot keep others from running. Who waits polls an abort word in host memory, too, and goes on with
-// garbage once it is set.
+// ones cannot keep others from running. Who waits long also looks at an abort word in host memory. Once it is
+// set, this call and all later ones go on with garbage.
 //
 // Sources: Lamport-style exchange as in TensorRT-LLM's and SGLang's custom all-reduce.
 // Trusted (csrc/ops/all_reduce.cpp): rows contiguous and 16-byte aligned, hidden a multiple of 8, at most
@@ -37,9 +37,10 @@ namespace nanovllm::kernels {
 constexpr int kElements = 8;                // of a thread: 16 bytes
 constexpr uint32_t kSentinel = 0x80008000;  // two times -0.0, in bf16 and fp16
 constexpr int kEpochs = 3;
-constexpr uint32_t kEagerSpins = 16;  // some 10 us: what all ranks push in time arrives within two or three
-constexpr uint32_t kBackoffNs = 100;  // between the later ones: polling must not crowd out what it waits for
-constexpr uint32_t kSpinsPerAbortCheck = 256;
+// Some 10 ms. Looks at host memory queue up, half a microsecond each: 1 ms for the warps of a large message.
+// Were they as frequent as that, a rank that once came late would be waited for with looks, which make the
+// others late in the next call, and so on for ever.
+constexpr uint32_t kSpinsPerAbortCheck = 1 << 15;
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kMaxRowBytes = kMaxThreads * 16;
 
@@ -74,6 +75,7 @@ struct Exchange {
   char* const* peers;       // [kRanks], in shared memory
   volatile int32_t* abort;  // [2]: not 0 once the host wants no more of it; 1 + the rank that was waited for
   int64_t offset = 0, before = 0;  // bytes: the epoch's place in the buffers, and that of the one to clear
+  bool is_over = false;            // nothing is waited for any more
 
   __device__ void enter(int epoch) {
     const int64_t epoch_bytes = kRanks * p.slot_bytes + 2 * p.shared_bytes;
@@ -96,17 +98,17 @@ struct Exchange {
   }
 
   /// Between two looks at missing data: true when the host wants no more of it.
-  __device__ bool gives_up(uint32_t spin, int source) const {
-    if (spin < kEagerSpins) return false;
-    __nanosleep(kBackoffNs);
+  __device__ bool gives_up(uint32_t spin, int source) {
+    if (is_over) return true;
     if (spin % kSpinsPerAbortCheck != 0 || *abort == 0) return false;
     abort[1] = source + 1;
+    p.state[4] = is_over = true;
     return true;
   }
 
   /// Waits for 16 bytes of every other rank, at `at(source)` of this rank's buffer; got[rank] is left alone.
   template <class At>
-  __device__ void wait_for_all(uint4 (&got)[kRanks], At const& at) const {
+  __device__ void wait_for_all(uint4 (&got)[kRanks], At const& at) {
     const char* base = peers[p.rank];
     for (uint32_t spin = 1;; ++spin) {
       int missing = -1;
@@ -119,7 +121,7 @@ struct Exchange {
       if (missing < 0 || gives_up(spin, missing)) return;
     }
   }
-  __device__ uint4 wait_for(int64_t at, int source) const {
+  __device__ uint4 wait_for(int64_t at, int source) {
     const char* from = peers[p.rank] + at;
     for (uint32_t spin = 1;; ++spin) {
       const uint4 v = peek(from);
@@ -224,6 +226,7 @@ __global__ void __launch_bounds__(kMaxThreads) all_reduce_kernel(const __grid_co
 
   const int4 state = *reinterpret_cast<const int4*>(p.state);
   exchange.enter(state.x);
+  exchange.is_over = p.state[4] != 0;
   if constexpr (!kTwoShot) {
     for (int64_t row = blockIdx.x; row < p.num_rows && is_active; row += gridDim.x)
       exchange.push_to_others(exchange.slot(p.rank) + row * row_bytes + column_bytes,

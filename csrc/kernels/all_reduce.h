@@ -13,9 +13,10 @@ struct AllReduceParams {
   void* residual;      // [num_rows, hidden] or null
   const void* x;       // [num_rows, hidden]; may be `out`
   const void* weight;  // [hidden]; null without residual
-  const int64_t*
-      peers;       // [num_ranks + 1] addresses: each rank's exchange buffer, then this rank's abort words
-  int32_t* state;  // [4]: epoch, blocks that are done, bytes of the last call by one shot and by two
+  // [num_ranks + 1] addresses: each rank's exchange buffer, then this rank's abort words
+  const int64_t* peers;
+  // [5]: epoch, blocks that are done, bytes of the last call by one shot and by two, whether all was aborted
+  int32_t* state;
   int64_t num_rows, hidden;
   int64_t slot_bytes;    // of one source in one shot
   int64_t shared_bytes;  // of the largest message in two shots

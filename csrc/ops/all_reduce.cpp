@@ -14,7 +14,7 @@ void all_reduce(Tensor out, std::optional<Tensor> residual, Tensor x, std::optio
   check_shape(kOp, "x", x, {rows, hidden});
   check_shape(kOp, "out", out, {rows, hidden});
   check_shape(kOp, "peers", peers, {addresses});
-  check_shape(kOp, "state", state, {4});
+  check_shape(kOp, "state", state, {5});
   check_dtype(kOp, "peers", peers, ScalarType::Long);
   check_dtype(kOp, "state", state, ScalarType::Int);
   const DType dtype = check_activation(kOp, "x", x);

@@ -157,7 +157,7 @@ def make_runner(
         with team.watcher.watched():
             local = rank_config(model_config, 0, size)
             runner = ModelRunner(config, local, model, torch.device(specs[0].device), dtype, team.group)
-        team.watcher.wait_for("ready")
+            team.watcher.wait_for("ready")
         return ParallelRunner(runner, team), seconds
 
 

@@ -40,7 +40,7 @@ def all_reduce(
         peers: [num_ranks + 1] int64, addresses in this process: of every rank's exchange buffer, exchange_bytes of
             SENTINEL at first, and of two int32 in pinned host memory: a waiting call goes on with garbage when the
             first is not 0, and stores 1 + the rank that it waited for in the second.
-        state: [4] int32, 0 at first, of this rank.
+        state: [5] int32, 0 at first, of this rank.
         slot_bytes: the largest message of one shot, a multiple of 16.
         shared_bytes: the largest message of two shots (about: rows go to ranks evenly), a multiple of 16 num_ranks.
         two_shot: each row is summed by one rank: fewer bytes between more than two ranks, one more exchange.

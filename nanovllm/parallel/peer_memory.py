@@ -65,7 +65,7 @@ class PeerMemory:
             addresses = [self._own.value if r == rank else self._open(handles[r]) for r in range(size)]
         self._abort = torch.zeros(2, dtype=torch.int32, pin_memory=True)  # read by the device where it is
         self._addresses = torch.tensor([*addresses, self._abort.data_ptr()], dtype=torch.int64, device=device)
-        self._state = torch.zeros(4, dtype=torch.int32, device=device)
+        self._state = torch.zeros(5, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
 
     def _allocate(self, num_bytes: int) -> bytes:

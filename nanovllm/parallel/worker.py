@@ -108,7 +108,8 @@ def make_group(spec: RankSpec, progress: Progress) -> Group:
     if spec.device == "cpu":
         from nanovllm.parallel.gloo import GlooGroup
 
-        return GlooGroup(spec.rank, spec.size, progress, spec.is_local, timeout)
+        # Twice: rank 0's watcher, which knows who is stuck, ends a collective first.
+        return GlooGroup(spec.rank, spec.size, progress, spec.is_local, 2 * timeout)
     from nanovllm.parallel.nccl import NcclGroup
 
     return NcclGroup(spec.rank, spec.size, progress, spec.is_local, spec.device)
@@ -139,7 +140,7 @@ def run_rank(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     group = make_group(spec, progress)
-    fault = faults.of_rank(spec.rank, group)
+    fault = faults.of_rank(spec.rank, device)
     fault.at("start")
     progress.doing = "loading weights"
     model = load_model(spec.config, spec.model_config, spec.source, device, group)

@@ -46,7 +46,7 @@ def add_rms_norm(device: str) -> Args:
 def all_reduce(device: str) -> Args:
     """One rank alone."""
     x, residual = torch.randn(2, 3, 64, device=device).to(torch.bfloat16)
-    peers, state = torch.zeros(2, device=device, dtype=torch.int64), torch.zeros(4, device=device, dtype=torch.int32)
+    peers, state = torch.zeros(2, device=device, dtype=torch.int64), torch.zeros(5, device=device, dtype=torch.int32)
     return torch.zeros_like(x), residual, x, torch.ones_like(x[0]), 1e-6, peers, state, 0, 0, 0, False
 
 

@@ -89,14 +89,16 @@ def skewed(group: NcclGroup, iterations: int) -> int:
 
 
 def wait_for_nobody(group: NcclGroup) -> tuple[float, int | None]:
-    """Rank 0 alone calls; the seconds until it was ended, and whom it waited for."""
+    """Rank 0 alone calls, as often as in a step of many layers; the seconds until all were ended, and for whom they
+    waited."""
     x = torch.ones(4, 1024, device="cuda", dtype=torch.bfloat16)
     group.all_reduce(x)
     torch.cuda.synchronize()
     if group.rank != 0:
         time.sleep(3)
         return 0.0, 0
-    group.all_reduce(x)
+    for _ in range(300):
+        group.all_reduce(x)
     threading.Timer(1.0, group.peers.abort).start()
     start = time.monotonic()
     torch.cuda.synchronize()

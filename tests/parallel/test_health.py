@@ -20,16 +20,18 @@ from tests.tiny import save_tiny
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11, 12]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-TIMEOUTS = {"stop": 6}  # seconds: distributed_timeout where it is what ends the engine
+TIMEOUTS = {"stop": 6, "hang": 3}  # seconds: distributed_timeout where it is what ends the engine
 CAUSES = {
     "kill": "died of signal 9",
     "stop": r"gives no sign of life since 6\.\d+ s \(distributed_timeout=6\).*its process is stopped",
+    "hang": r"is stuck since 3\.\d+ s \(distributed_timeout=3\), last seen in step \d+, while launching",
     "raise": "raised ValueError: fault injected",
     "allocate": "raised RuntimeError: .*allocate",
 }
-SMOKE = [("start", "raise"), ("start", "kill"), ("prefill", "kill"), ("prefill", "allocate"), ("decode", "stop")]
-SMOKE += [("decode", "raise")]
-FULL = [(size, rank, when, what) for size in (2, 4) for rank in range(1, size) for when in WHENS for what in WHATS]
+SMOKE = [("start", "raise"), ("start", "kill"), ("prefill", "kill"), ("prefill", "allocate"), ("prefill", "hang")]
+SMOKE += [("decode", "stop"), ("decode", "raise")]
+KINDS = [(when, what) for when in WHENS for what in WHATS if (when, what) != ("start", "hang")]  # loading has no limit
+FULL = [(size, rank, *kind) for size in (2, 4) for rank in range(1, size) for kind in KINDS]
 FULL += [(3, rank, "decode", what) for rank in (1, 2) for what in ("kill", "stop")]
 
 

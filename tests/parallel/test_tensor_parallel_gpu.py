@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -36,22 +37,36 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def test_tokens(model):
-    ties = NearTies("LlamaForCausalLM", "cuda", **FIELDS)
-    free = torch.cuda.mem_get_info()[0]
+    """Graphs, and eager steps with the GPUs in another order."""
+    ties = NearTies("LlamaForCausalLM", "cuda:0", **FIELDS)
+    free = []
     for size in SIZES:
-        for options in ({}, {"enforce_eager": True, "check_agreement": True}):
-            with make_llm(model, tensor_parallel_size=size, **options) as llm:
+        for first, options in ((0, {}), (1, {"enforce_eager": True, "check_agreement": True})):
+            with torch.cuda.device(first), make_llm(model, tensor_parallel_size=size, **options) as llm:
                 ties.check(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), f"{size} ranks {options}")
-    assert torch.cuda.mem_get_info()[0] > free - (200 << 20), "memory is not returned"
+            torch.cuda.empty_cache()
+            free.append([torch.cuda.mem_get_info(i)[0] for i in (0, 1)])
+    print(free)
+    assert all(after > before - (200 << 20) for before, after in zip(free[0], free[-1])), "memory is not returned"
 
 
-@pytest.mark.parametrize("what", ["kill", "stop", "raise", "allocate"])
-def test_a_rank_fails(model, monkeypatch, what):
-    monkeypatch.setenv(VARIABLE, f"1:prefill:{what}")
-    with make_llm(model, tensor_parallel_size=2, distributed_timeout=4) as llm:
-        with pytest.raises(WorkerError, match="rank 1 ") as caught:
+@pytest.mark.parametrize(
+    ("when", "what", "cause"),
+    [
+        ("prefill", "kill", "died of signal 9"),
+        ("decode", "stop", "gives no sign of life .*its process is stopped"),
+        ("decode", "raise", "raised ValueError: fault injected"),
+        ("prefill", "allocate", "raised OutOfMemoryError: CUDA out of memory"),
+    ],
+)
+def test_a_rank_fails(model, monkeypatch, when, what, cause):
+    monkeypatch.setenv(VARIABLE, f"1:{when}:{what}")
+    options = {"stop": {"distributed_timeout": 6}, "raise": {"enforce_eager": True}}.get(what, {})
+    with make_llm(model, tensor_parallel_size=2, **options) as llm:
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=f"rank 1 {cause}") as caught:
             tokens(llm)
-        print(what, caught.value)
+        print(f"{when} {what}: {time.monotonic() - start:.2f} s: {caught.value}")
 
 
 def test_a_rank_is_killed_while_graphs_run(model):

@@ -64,9 +64,9 @@ struct Ring {
   __device__ void wait_full() const { wait_patiently(full + slot * 8, parity); }
   __device__ void wait_empty() const { wait_patiently(empty + slot * 8, parity ^ 1); }
   /// A warp that computes is done with this slot and those before it, `slots` in all; after a __syncwarp.
-  __device__ void release_last(int slots) {
-    if (threadIdx.x % 32 < slots) {
-      const int before = slot - static_cast<int>(threadIdx.x % 32);
+  __device__ void release_last(int slots, int lane) {
+    if (lane < slots) {
+      const int before = slot - lane;
       mbarrier_arrive(empty + (before < 0 ? before + count : before) * 8);
     }
     advance();

@@ -1,7 +1,7 @@
 // logits = decoder(token_ids): embedding, all layers over the paged cache, last norm and head, for at most 8
 // rows.
 //
-// A block a multiprocessor, all resident (a cooperative launch). Eight warps compute; three stream this
+// A block a multiprocessor, all resident (a cooperative launch). Eight warps compute; two stream this
 // block's share of all weights through shared memory, ahead of every wait (decoder_step_stream.cuh); one
 // clears the exchange buffers. Five times a layer a vector goes from all blocks to all blocks, through L2,
 // each word its own signal (decoder_step_exchange.cuh): q, k and v; the attention's output; the residual
@@ -9,7 +9,8 @@
 // of every vector: no atomics, and results do not depend on timing.
 //
 // Values are rounded to bfloat16 where the layer-by-layer operators round them: after each product, each
-// sum with the residual, each norm, and SiLU; sums differ in their order only.
+// sum with the residual, and SiLU. A norm is rounded once too, but before its scale: the product is of x *
+// weight, and its sums are scaled by 1 / rms(x), which no product has to wait for then.
 //
 // Bound by reading the weights and the context once: docs/kernels/decoder_step.md.
 //
@@ -24,7 +25,11 @@ namespace nanovllm::kernels {
 namespace step {
 namespace {
 
-constexpr int kAllThreads = kThreads + 32 * kStreamWarps + 32;  // and the clearing warp
+// The warps that compute are two warpgroups, among which registers are shared out; those that stream, the one
+// that clears and one that only completes it are the third.
+constexpr int kClearingWarp = kWarps + kStreamWarps;
+constexpr int kAllThreads = kThreads + 128;
+static_assert(kClearingWarp < kAllThreads / 32);
 [[maybe_unused]] constexpr int kComputeRegisters = 216,
                                kOtherRegisters = 72;  // two warpgroups and one: 168 on average
 constexpr int kMaxTiles = 8;                          // of 8 hidden elements, that a block owns
@@ -139,14 +144,14 @@ struct Step {
                     is_head  ? head_tiles
                     : is_mlp ? active_tiles
                              : qkv_tiles,
-                    [&](int i, int part) {
+                    is_head, [&](int i, int part) {
                       return eight(wide, p.hidden, is_mlp ? i + part * (p.intermediate / 8) : 2 * i + part,
                                    outputs);
                     });
       if (is_head) return;
       const void* narrow = is_mlp ? w.down : w.o;
       const int depth = is_mlp ? p.intermediate : q_size;
-      to.matrix<8>(depth, hidden_tiles, [&](int i, int) { return eight(narrow, depth, i, p.hidden); });
+      to.matrix<8>(depth, hidden_tiles, false, [&](int i, int) { return eight(narrow, depth, i, p.hidden); });
     }
   }
   /// Vectors that every block will read, into L2; blocks take turns.
@@ -364,7 +369,8 @@ struct Step {
   }
   __device__ static float neighbour(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 
-  __device__ void emit_qkv(int thread, int first, int count, const float* sums, uint32_t* to, const void* bias) const {
+  __device__ void emit_qkv(int thread, int first, int count, const float* sums, uint32_t* to,
+                           const void* bias) const {
     for_sums<16>(thread, count, sums, [&](int i, int m, int n, float x, bool has) {
       const int column = tile_of(first + i) * 16 + m;
       if (has) x += bias_at(bias, column);
@@ -385,7 +391,8 @@ struct Step {
     });
   }
   /// silu(gate) * up; a tile has 8 rows of gate, then the same of up.
-  __device__ void emit_active(int thread, int first, int count, const float* sums, uint32_t* to, const void* bias) const {
+  __device__ void emit_active(int thread, int first, int count, const float* sums, uint32_t* to,
+                              const void* bias) const {
     for_sums<16>(thread, count, sums, [&](int i, int m, int n, float x, bool has) {
       const int column = tile_of(first + i) * 8 + m % 8;
       if (has) x += bias_at(bias, column + (m < 8 ? 0 : p.intermediate));
@@ -455,7 +462,7 @@ __global__ void __launch_bounds__(kAllThreads, 1)
     set_max_registers_down<kOtherRegisters>();
     if (warp < kWarps + kStreamWarps)
       step.stream({ring, warp - kWarps});
-    else
+    else if (warp == kClearingWarp)
       step.clear();
   }
 #endif

@@ -128,8 +128,8 @@ __device__ void load_newest(TokenRows<kDim>& to, const bf16* from, const bool (&
 /// Head `head` of the row's q, k, v vector `qkv`: normed where there is a weight, and rotated, fp32 inside;
 /// a warp's. `scratch`: [kDim] floats.
 template <int kDim>
-__device__ void prepare_head(int lane, bf16* to, const uint32_t* qkv, int head, const bf16* weight, bool rotate,
-                             const float* cos_sin, int rotary_dim, float eps, float* scratch) {
+__device__ void prepare_head(int lane, bf16* to, const uint32_t* qkv, int head, const bf16* weight,
+                             bool rotate, const float* cos_sin, int rotary_dim, float eps, float* scratch) {
   constexpr int kEach = kDim / 32;
   const int d = lane * kEach;
   uint32_t by[kEach / 2] = {}, pairs[1][kEach / 2];

@@ -25,7 +25,7 @@ enum NamedBarrier { kConsumers = 1, kReset = 2, kResetDone = 3 };
 /// kR: rows, rounded up to a power of two.
 template <int kR>
 struct Consumer {
-  static constexpr int kVectors = kR < 2 ? 1 : kR / 2;  // of 8 activations, that a lane fetches at a time
+  static constexpr int kVectors = kR < 8 ? 2 : 4;  // of 8 activations, that a lane fetches at a time
 
   Ring ring;
   uint4* activations;  // [steps of kDepth, kR, 4]: 32 columns of a row are 4 vectors
@@ -35,7 +35,8 @@ struct Consumer {
   int thread;
   int turn = 0;  // the place in `sums`
 
-  /// What follows from the lane and warp is computed again: to keep it would take more registers than there are.
+  /// What follows from the lane and warp is computed again: to keep it would take more registers than there
+  /// are.
   __device__ void forget() { asm volatile("" : "+r"(thread)); }
   __device__ int lane() const { return thread % 32u; }
   __device__ int warp() const { return thread / 32u; }
@@ -156,8 +157,7 @@ __device__ inline float sum_of_chains(const float (&acc)[4][4], int e) {
 /// `acc`. All loads come before the products: few instructions wait.
 template <int kTile, int kTiles, int kDeep, int kR>
 __device__ void multiply_slots(Consumer<kR>& c, float (&acc)[kGroup][kChains<kTile>][4],
-                               uint32_t weight_offset,
-                               uint32_t x_at) {
+                               uint32_t weight_offset, uint32_t x_at) {
   using S = Slot<kTile>;
   constexpr int kSides = kTile / 8, kSteps = S::kSteps;
   uint32_t w[kDeep][kTiles][kSteps][kSides][4], x[kDeep][kSteps][4];
@@ -195,7 +195,8 @@ __device__ void multiply_slots(Consumer<kR>& c, float (&acc)[kGroup][kChains<kTi
 }
 
 /// This block's `tiles` of a matrix times `activations`. `fetch(block)` puts the columns from `block` on
-/// there and returns their squares; `emit(first, count, sums)` takes the sums of tiles first .. first + count.
+/// there and returns their squares; `emit(first, count, sums)` takes the sums of tiles first .. first +
+/// count.
 template <int kTile, int kR, class Fetch, class Emit>
 __device__ void multiply(Consumer<kR>& c, int depth, int tiles, Fetch const& fetch, Emit const& emit) {
   using S = Slot<kTile>;
@@ -247,8 +248,7 @@ __device__ void multiply(Consumer<kR>& c, int depth, int tiles, Fetch const& fet
 #pragma unroll
       for (int e = 0; e < (kTile == 16 ? 4 : 2); ++e) {
         const int n = c.lane() % 4 * 2 + e % 2;
-        if (n < kR)
-          to[n * kSumsPitch + e / 2 * 8] = sum_of_chains(acc[i], e);
+        if (n < kR) to[n * kSumsPitch + e / 2 * 8] = sum_of_chains(acc[i], e);
       }
     }
     c.sync();

@@ -1,7 +1,7 @@
 // logits = decoder(token_ids): embedding, all layers over the paged cache, last norm and head, for at most 8
 // rows.
 //
-// A block a multiprocessor, all resident (a cooperative launch). Eight warps compute; three stream this
+// A block a multiprocessor, all resident (a cooperative launch). Eight warps compute; two stream this
 // block's share of all weights through shared memory, ahead of every wait (decoder_step_stream.cuh); one
 // clears the exchange buffers. Five times a layer a vector goes from all blocks to all blocks, through L2,
 // each word its own signal (decoder_step_exchange.cuh): q, k and v; the attention's output; the residual
@@ -9,7 +9,8 @@
 // of every vector: no atomics, and results do not depend on timing.
 //
 // Values are rounded to bfloat16 where the layer-by-layer operators round them: after each product, each
-// sum with the residual, each norm, and SiLU; sums differ in their order only.
+// sum with the residual, and SiLU. A norm is rounded once too, but before its scale: the product is of x *
+// weight, and its sums are scaled by 1 / rms(x), which no product has to wait for then.
 //
 // Bound by reading the weights and the context once: docs/kernels/decoder_step.md.
 //
@@ -24,7 +25,11 @@ namespace nanovllm::kernels {
 namespace step {
 namespace {
 
-constexpr int kAllThreads = kThreads + 32 * kStreamWarps + 32;  // and the clearing warp
+// The warps that compute are two warpgroups, among which registers are shared out; those that stream, the one
+// that clears and one that only completes it are the third.
+constexpr int kClearingWarp = kWarps + kStreamWarps;
+constexpr int kAllThreads = kThreads + 128;
+static_assert(kClearingWarp < kAllThreads / 32);
 [[maybe_unused]] constexpr int kComputeRegisters = 216,
                                kOtherRegisters = 72;  // two warpgroups and one: 168 on average
 constexpr int kMaxTiles = 8;                          // of 8 hidden elements, that a block owns
@@ -55,7 +60,7 @@ struct Buffers {
 template <int kDim>
 struct Smem {
   float sums[2][kSumsFloats];
-  float squares[2][kRows * kWarps];
+  float squares[kRows * kWarps];
   float cos_sin[kRows * kMaxRotaryDim];
   AttentionSmem<kDim> attention;
   uint32_t residual[kMaxTiles * 4 * kRows];  // the block's part of that stream, [pair of elements, row]
@@ -96,16 +101,17 @@ struct Step {
   const DecoderStepParams& p;
   Smem<kDim>& smem;
   const DecoderStepLayer* layers;
-  const Buffers at;
+  const Buffers& at;
   const int qkv_size, q_size;
   const int qkv_tiles, hidden_tiles, active_tiles, head_tiles;  // of this block
   const float inverse_hidden;
 
-  __device__ Step(const DecoderStepParams& p, Smem<kDim>& smem, const DecoderStepLayer* layers)
+  __device__ Step(const DecoderStepParams& p, const Buffers& at, Smem<kDim>& smem,
+                  const DecoderStepLayer* layers)
       : p(p),
         smem(smem),
         layers(layers),
-        at(p, gridDim.x),
+        at(at),
         qkv_size((p.num_q_heads + 2 * p.num_kv_heads) * kDim),
         q_size(p.num_q_heads * kDim),
         qkv_tiles(num_tiles(qkv_size / 16)),
@@ -138,14 +144,14 @@ struct Step {
                     is_head  ? head_tiles
                     : is_mlp ? active_tiles
                              : qkv_tiles,
-                    [&](int i, int part) {
+                    is_head, [&](int i, int part) {
                       return eight(wide, p.hidden, is_mlp ? i + part * (p.intermediate / 8) : 2 * i + part,
                                    outputs);
                     });
       if (is_head) return;
       const void* narrow = is_mlp ? w.down : w.o;
       const int depth = is_mlp ? p.intermediate : q_size;
-      to.matrix<8>(depth, hidden_tiles, [&](int i, int) { return eight(narrow, depth, i, p.hidden); });
+      to.matrix<8>(depth, hidden_tiles, false, [&](int i, int) { return eight(narrow, depth, i, p.hidden); });
     }
   }
   /// Vectors that every block will read, into L2; blocks take turns.
@@ -241,13 +247,16 @@ struct Step {
   /// with that (attention; SiLU), and a product added to the residual stream (o; down). The head is half of
   /// one. All share the code, for the instruction cache's sake.
   __device__ void compute(Consumer<kR> c) const {
-    init_residual();
-    // A block has one item, but for many rows and KV heads: found once.
-    const Item item(smem.split, min(static_cast<int>(blockIdx.x), smem.split.first_item[p.rows] - 1), p.rows,
-                    p.num_kv_heads);
-    const TokenOffsets tokens = first_tokens(c, item);
+    init_residual(c.thread);
+    if (blockIdx.x < smem.split.first_item[p.rows]) {
+      const Item item(smem.split, blockIdx.x, p.rows, p.num_kv_heads);
+      if (c.thread == 0) smem.attention.first_item = item;
+      smem.attention.first_tokens[c.thread] = tokens_of(c, item);
+    }
+    c.sync();
 #pragma unroll 1
     for (int half = 0; half <= 2 * p.num_layers; ++half) {
+      c.forget();
       const int l = half / 2;
       const bool is_mlp = half % 2 == 1, is_head = l == p.num_layers;
       const DecoderStepLayer& w = layers[is_head ? 0 : l];
@@ -260,23 +269,24 @@ struct Step {
           : is_mlp ? active_tiles
                    : qkv_tiles,
           [&](int) {
-            fetch_normed(c, residual, norm, p.hidden, inverse_hidden, p.eps);
+            const float squares = fetch_activations<16>(c, residual, p.hidden, 0, norm);
             if (is_head) named_barrier_arrive(kReset, kThreads + 32);
+            return squares;
           },
           [&](int first, int count, const float* sums) {
             if (is_head)
-              emit_logits(first, count, sums);
+              emit_logits(c.thread, first, count, sums);
             else if (is_mlp)
-              emit_active(first, count, sums, buffers + at.active, w.gate_up_bias);
+              emit_active(c.thread, first, count, sums, buffers + at.active, w.gate_up_bias);
             else
-              emit_qkv(first, count, sums, buffers + at.qkv, w.qkv_bias);
+              emit_qkv(c.thread, first, count, sums, buffers + at.qkv, w.qkv_bias);
           });
       if (is_head) return;
-      if (!is_mlp) attention(c, w, l, buffers, item, tokens);
+      if (!is_mlp) attention(c, w, l, buffers);
       const int depth = is_mlp ? p.intermediate : q_size;
       const uint32_t* from = buffers + (is_mlp ? at.active : at.attention);
       multiply<8>(
-          c, depth, hidden_tiles, [&](int block) { fetch_activations<8>(c, from, depth, block); },
+          c, depth, hidden_tiles, [&](int block) { return fetch_activations<8>(c, from, depth, block); },
           [&](int first, int count, const float* sums) {
             if (first == 0) {
               if (is_mlp)
@@ -284,15 +294,15 @@ struct Step {
               else
                 named_barrier_arrive(kReset, kThreads + 32);
             }
-            emit_residual(first, count, sums, is_mlp ? residual_after(l) : buffers + at.middle,
+            emit_residual(c.thread, first, count, sums, is_mlp ? residual_after(l) : buffers + at.middle,
                           is_mlp ? w.down_bias : w.o_bias);
           });
     }
   }
 
   /// The residual stream begins as the embedding: as if a layer before the first had published it.
-  __device__ void init_residual() const {
-    for_pairs(hidden_tiles, [&](int i, int m, int n) {
+  __device__ void init_residual(int thread) const {
+    for_pairs(thread, hidden_tiles, [&](int i, int m, int n) {
       const int column = tile_of(i) * 8 + m;
       const float2 pair = unpack(*reinterpret_cast<const uint32_t*>(static_cast<const bf16*>(p.embedding) +
                                                                     smem.token[n] * p.hidden + column));
@@ -305,12 +315,15 @@ struct Step {
     smem.residual[(i * 4 + m / 2) * kRows + n] = pair;
     publish(to + (static_cast<int64_t>(n) * p.hidden + tile_of(i) * 8 + m) / 2, pair);
   }
-  __device__ TokenOffsets first_tokens(const Consumer<kR>& c, const Item& item) const {
-    return {p, p.block_tables + item.row * p.table_stride_row, item.begin + c.warp * 16 + c.lane / 4,
+  __device__ TokenOffsets tokens_of(const Consumer<kR>& c, const Item& item) const {
+    return {p, p.block_tables + item.row * p.table_stride_row, item.begin + c.warp() * 16 + c.lane() / 4,
             min(item.end, item.newest())};
   }
-  __device__ void attention(Consumer<kR>& c, const DecoderStepLayer& w, int l, uint32_t* buffers,
-                            const Item& first_item, const TokenOffsets& first) const {
+  /// Item i; blocks have one, but for many rows and KV heads.
+  __device__ Item item_of(int i) const {
+    return i == blockIdx.x ? smem.attention.first_item : Item(smem.split, i, p.rows, p.num_kv_heads);
+  }
+  __device__ void attention(Consumer<kR>& c, const DecoderStepLayer& w, int l, uint32_t* buffers) const {
     const AttentionLayer layer{
         .q_norm = static_cast<const bf16*>(w.q_norm),
         .k_norm = static_cast<const bf16*>(w.k_norm),
@@ -320,44 +333,45 @@ struct Step {
         .partials = buffers + at.partials,
     };
     const int items = smem.split.first_item[p.rows];
-    Item item = first_item;
-    TokenOffsets tokens = first;
 #pragma unroll 1
     for (int i = blockIdx.x; i < items; i += gridDim.x) {
-      if (i != first_item.number)
-        item = Item(smem.split, i, p.rows, p.num_kv_heads), tokens = first_tokens(c, item);
+      const Item item = item_of(i);
+      const TokenOffsets tokens =
+          i == blockIdx.x ? smem.attention.first_tokens[c.thread] : tokens_of(c, item);
       attend<kDim>(c, p, layer, item, tokens, smem.cos_sin, smem.attention);
     }
-    item = first_item;
 #pragma unroll 1
     for (int i = blockIdx.x; i < items; i += gridDim.x) {
-      if (i != first_item.number) item = Item(smem.split, i, p.rows, p.num_kv_heads);
-      if (item.part == 0 && item.parts > 1) combine<kDim>(p, layer, item);
+      const Item item = item_of(i);
+      if (item.part == 0 && item.parts > 1) combine<kDim>(c.thread, p, layer, item);
     }
   }
 
   /// f(tile, first of two neighbouring weight rows, batch row), over the threads, for tiles of 8 rows.
   template <class F>
-  __device__ void for_pairs(int count, F const& f) const {
+  __device__ void for_pairs(int thread, int count, F const& f) const {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count * 4 * kR; i += kThreads)
+    for (int i = thread; i < count * 4 * kR; i += kThreads)
       if (i / 4 % kR < p.rows) f(i / 4 / kR, i % 4 * 2, i / 4 % kR);
   }
   /// f(tile, weight row m, batch row n, sum, whether there is such an element), neighbours in m in
   /// neighbouring lanes; whole warps call it.
   template <int kTileRows, class F>
-  __device__ void for_sums(int count, const float* sums, F const& f) const {
+  __device__ void for_sums(int thread, int count, const float* sums, F const& f) const {
     const int elements = count * kTileRows * kR;
 #pragma unroll 1
-    for (int i = threadIdx.x; i - i % 32 < elements; i += kThreads) {
+    for (int i = thread; i - i % 32 < elements; i += kThreads) {
       const int m = i % kTileRows, n = i / kTileRows % kR, tile = min(i / kTileRows / kR, kGroup - 1);
-      f(tile, m, n, total(sums, tile, m, n), i < elements && n < p.rows);
+      float x = total(sums, tile, m, n);
+      if constexpr (kTileRows == 16) x *= inverse_rms(smem.squares, n, inverse_hidden, p.eps);
+      f(tile, m, n, x, i < elements && n < p.rows);
     }
   }
   __device__ static float neighbour(float x, int lanes) { return __shfl_xor_sync(~0u, x, lanes); }
 
-  __device__ void emit_qkv(int first, int count, const float* sums, uint32_t* to, const void* bias) const {
-    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
+  __device__ void emit_qkv(int thread, int first, int count, const float* sums, uint32_t* to,
+                           const void* bias) const {
+    for_sums<16>(thread, count, sums, [&](int i, int m, int n, float x, bool has) {
       const int column = tile_of(first + i) * 16 + m;
       if (has) x += bias_at(bias, column);
       const float next = neighbour(x, 1);
@@ -365,9 +379,9 @@ struct Step {
         publish(to + (static_cast<int64_t>(n) * qkv_size + column) / 2, pack_pair<bf16>(x, next));
     });
   }
-  __device__ void emit_residual(int first, int count, const float* sums, uint32_t* to,
+  __device__ void emit_residual(int thread, int first, int count, const float* sums, uint32_t* to,
                                 const void* bias) const {
-    for_sums<8>(count, sums, [&](int i, int m, int n, float x, bool has) {
+    for_sums<8>(thread, count, sums, [&](int i, int m, int n, float x, bool has) {
       if (has) x += bias_at(bias, tile_of(first + i) * 8 + m);
       x = rounded(x);
       const float next = neighbour(x, 1);
@@ -377,8 +391,9 @@ struct Step {
     });
   }
   /// silu(gate) * up; a tile has 8 rows of gate, then the same of up.
-  __device__ void emit_active(int first, int count, const float* sums, uint32_t* to, const void* bias) const {
-    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
+  __device__ void emit_active(int thread, int first, int count, const float* sums, uint32_t* to,
+                              const void* bias) const {
+    for_sums<16>(thread, count, sums, [&](int i, int m, int n, float x, bool has) {
       const int column = tile_of(first + i) * 8 + m % 8;
       if (has) x += bias_at(bias, column + (m < 8 ? 0 : p.intermediate));
       x = rounded(x);
@@ -387,8 +402,8 @@ struct Step {
         publish(to + (static_cast<int64_t>(n) * p.intermediate + column) / 2, pack_pair<bf16>(y, next));
     });
   }
-  __device__ void emit_logits(int first, int count, const float* sums) const {
-    for_sums<16>(count, sums, [&](int i, int m, int n, float x, bool has) {
+  __device__ void emit_logits(int thread, int first, int count, const float* sums) const {
+    for_sums<16>(thread, count, sums, [&](int i, int m, int n, float x, bool has) {
       const int column = tile_of(first + i) * 16 + m;
       if (has && column < p.vocab)
         static_cast<bf16*>(p.logits)[static_cast<int64_t>(n) * p.vocab + column] = __float2bfloat16_rn(x);
@@ -398,7 +413,8 @@ struct Step {
 
 template <int kDim, int kR>
 __global__ void __launch_bounds__(kAllThreads, 1)
-    decoder_step_kernel(const __grid_constant__ DecoderStepParams p, int num_slots) {
+    decoder_step_kernel(const __grid_constant__ DecoderStepParams p, const __grid_constant__ Buffers at,
+                        int num_slots) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t memory[];
   auto& smem = *reinterpret_cast<Smem<kDim>*>(memory);
@@ -428,7 +444,7 @@ __global__ void __launch_bounds__(kAllThreads, 1)
         min(max(p.token_ids[threadIdx.x], int64_t{0}), static_cast<int64_t>(p.vocab) - 1);
   __syncthreads();
 
-  const Step<kDim, kR> step(p, smem, layers);
+  const Step<kDim, kR> step(p, at, smem, layers);
   const Ring ring{.slots = shared_address(memory + layout.ring),
                   .full = shared_address(smem.full),
                   .empty = shared_address(smem.empty),
@@ -438,16 +454,15 @@ __global__ void __launch_bounds__(kAllThreads, 1)
     set_max_registers_up<kComputeRegisters>();
     step.compute({.ring = ring,
                   .activations = reinterpret_cast<uint4*>(memory + layout.activations),
-                  .sums = {smem.sums[0], smem.sums[1]},
-                  .squares = {smem.squares[0], smem.squares[1]},
-                  .warp = warp,
-                  .lane = static_cast<int>(threadIdx.x % 32),
-                  .rows = p.rows});
+                  .sums = smem.sums[0],
+                  .squares = smem.squares,
+                  .rows = p.rows,
+                  .thread = static_cast<int>(threadIdx.x)});
   } else {
     set_max_registers_down<kOtherRegisters>();
     if (warp < kWarps + kStreamWarps)
       step.stream({ring, warp - kWarps});
-    else
+    else if (warp == kClearingWarp)
       step.clear();
   }
 #endif
@@ -479,7 +494,7 @@ cudaError_t launch(const DecoderStepParams& p, int blocks, cudaStream_t stream) 
   config.stream = stream;
   config.attrs = &cooperative;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, p, slots);
+  return cudaLaunchKernelEx(&config, kernel, p, Buffers(p, blocks), slots);
 }
 
 template <int kDim>

@@ -62,6 +62,7 @@ struct Split {
 struct Item {
   int number, row, head, part, parts;
   int begin, end, len;  // tokens of the part, of the context
+  Item() = default;
   __device__ Item(const Split& split, int number, int rows, int kv_heads) : number(number), row(0) {
 #pragma unroll 1
     while (row + 1 < rows && number >= split.first_item[row + 1]) ++row;
@@ -73,17 +74,6 @@ struct Item {
   __device__ bool is_last() const { return part + 1 == parts; }
   __device__ int newest() const { return len - 1; }
 };
-
-/// Shared memory of a block's attention.
-template <int kDim>
-struct AttentionSmem {
-  bf16 q[kMaxGroup][kDim], k[kDim], v[kDim];  // of the item's row, ready to use
-  float maxima[kWarps][kMaxGroup], weights[kWarps][kMaxGroup];
-};
-
-/// Keys or values of a warp's 16 tokens, as the lanes' 16-byte operands: tokens lane / 4 and that + 8.
-template <int kDim>
-using TokenRows = uint32_t[kDim / 32][2][4];
 
 /// Where a lane's two tokens are in the cache, from its columns of the KV head's first slot on.
 struct TokenOffsets {
@@ -103,6 +93,19 @@ struct TokenOffsets {
   }
 };
 
+/// Shared memory of a block's attention.
+template <int kDim>
+struct AttentionSmem {
+  Item first_item;  // of the block: the same in all layers, too much to keep in registers
+  TokenOffsets first_tokens[kThreads];
+  bf16 q[kMaxGroup][kDim], k[kDim], v[kDim];  // of the item's row, ready to use
+  float maxima[kWarps][kMaxGroup], weights[kWarps][kMaxGroup];
+};
+
+/// Keys or values of a warp's 16 tokens, as the lanes' 16-byte operands: tokens lane / 4 and that + 8.
+template <int kDim>
+using TokenRows = uint32_t[kDim / 32][2][4];
+
 template <int kDim>
 __device__ void load_tokens(TokenRows<kDim>& to, const bf16* from, const TokenOffsets& tokens) {
 #pragma unroll
@@ -114,21 +117,21 @@ __device__ void load_tokens(TokenRows<kDim>& to, const bf16* from, const TokenOf
 /// The newest token, which is not in the cache yet, in place of tokens that `load_tokens` has left out:
 /// itself, and those past the context, which then are finite at least (the cache may hold NaN there).
 template <int kDim>
-__device__ void load_newest(TokenRows<kDim>& to, const bf16 (&from)[kDim], const bool (&has)[2]) {
+__device__ void load_newest(TokenRows<kDim>& to, const bf16* from, const bool (&has)[2]) {
 #pragma unroll
   for (int side = 0; side < 2; ++side)
 #pragma unroll
     for (int s = 0; s < kDim / 32; ++s)
-      if (!has[side]) load_shared(to[s][side], shared_address(&from[s * 32 + threadIdx.x % 4 * 8]));
+      if (!has[side]) load_shared(to[s][side], shared_address(from + s * 32));
 }
 
 /// Head `head` of the row's q, k, v vector `qkv`: normed where there is a weight, and rotated, fp32 inside;
 /// a warp's. `scratch`: [kDim] floats.
 template <int kDim>
-__device__ void prepare_head(bf16* to, const uint32_t* qkv, int head, const bf16* weight, bool rotate,
-                             const float* cos_sin, int rotary_dim, float eps, float* scratch) {
+__device__ void prepare_head(int lane, bf16* to, const uint32_t* qkv, int head, const bf16* weight,
+                             bool rotate, const float* cos_sin, int rotary_dim, float eps, float* scratch) {
   constexpr int kEach = kDim / 32;
-  const int lane = threadIdx.x % 32, d = lane * kEach;
+  const int d = lane * kEach;
   uint32_t by[kEach / 2] = {}, pairs[1][kEach / 2];
   if (weight != nullptr)
 #pragma unroll
@@ -188,7 +191,7 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
                        const Item& item, const TokenOffsets& first, const float* cos_sin,
                        AttentionSmem<kDim>& smem) {
   constexpr int kSteps = kDim / 32;
-  const int group = p.num_q_heads / p.num_kv_heads, g = c.lane / 4, t = c.lane % 4;
+  const int group = p.num_q_heads / p.num_kv_heads, g = c.lane() / 4, t = c.lane() % 4;
   const int32_t* table = p.block_tables + item.row * p.table_stride_row;
   const bf16* head_keys = layer.keys + item.head * p.stride_head + t * 8;
   const int begin = item.begin, end = item.end, last = item.newest();
@@ -198,47 +201,46 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
 
   const uint32_t* qkv =
       layer.qkv + static_cast<int64_t>(item.row) * (p.num_q_heads + 2 * p.num_kv_heads) * kDim / 2;
-  float* sums = c.sums[c.turn];
-  c.turn ^= 1;
+  float* sums = c.next_sums();
   const float* angles = cos_sin + item.row * p.rotary_dim;
 #pragma unroll 1
-  for (int job = c.warp; job < group + (item.is_last() ? 2 : 0); job += kWarps) {
+  for (int job = c.warp(); job < group + (item.is_last() ? 2 : 0); job += kWarps) {
     const bool is_q = job < group, is_k = job == group;
     bf16* to = is_q ? smem.q[job] : is_k ? smem.k : smem.v;
     const int head = is_q   ? item.head * group + job
                      : is_k ? p.num_q_heads + item.head
                             : p.num_q_heads + p.num_kv_heads + item.head;
-    prepare_head<kDim>(to, qkv, head,
+    prepare_head<kDim>(c.lane(), to, qkv, head,
                        is_q   ? layer.q_norm
                        : is_k ? layer.k_norm
                               : nullptr,
-                       is_q || is_k, angles, p.rotary_dim, p.eps, sums + c.warp * kDim);
+                       is_q || is_k, angles, p.rotary_dim, p.eps, sums + c.warp() * kDim);
     if (is_q || item.len == 0) continue;
     const int64_t block = table[last >> p.block_shift];
     if (block < 0) continue;
     bf16* slot = layer.keys + block * p.stride_block + (last & ((1 << p.block_shift) - 1)) * p.stride_slot +
                  item.head * p.stride_head + (is_k ? 0 : p.kv_stride);
-    if (c.lane < kDim / 8)
-      reinterpret_cast<uint4*>(slot)[c.lane] = reinterpret_cast<const uint4*>(to)[c.lane];
+    if (c.lane() < kDim / 8)
+      reinterpret_cast<uint4*>(slot)[c.lane()] = reinterpret_cast<const uint4*>(to)[c.lane()];
   }
   c.sync();
 
-  uint32_t q[kSteps][4] = {};
-  if (g < group) {
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) load_shared(q[s], shared_address(&smem.q[g][s * 32 + t * 8]));
-  }
   const float scale = rsqrtf(static_cast<float>(kDim)) * kLog2E;
   float maximum[2] = {-INFINITY, -INFINITY}, weight[2] = {}, out[kSteps][2][4] = {};
-  int token = begin + c.warp * 16 + g;
+  int token = begin + c.warp() * 16 + g;
   bool has[2] = {first.has[0], first.has[1]};
 #pragma unroll 1
-  for (int pass = begin; pass + c.warp * 16 < end; pass += kPass, token += kPass) {
+  for (int pass = begin; pass + c.warp() * 16 < end; pass += kPass, token += kPass) {
     if (pass + kPass > last) {
-      load_newest<kDim>(k, smem.k, has);
-      load_newest<kDim>(v, smem.v, has);
+      load_newest<kDim>(k, smem.k + t * 8, has);
+      load_newest<kDim>(v, smem.v + t * 8, has);
     }
     float score[2][4] = {};
+    uint32_t q[kSteps][4] = {};
+    if (g < group) {
+#pragma unroll
+      for (int s = 0; s < kSteps; ++s) load_shared(q[s], shared_address(&smem.q[g][s * 32 + t * 8]));
+    }
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
 #pragma unroll
@@ -293,7 +295,7 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
   for (int h = 0; h < 2; ++h) {
 #pragma unroll
     for (int lanes = 4; lanes < 32; lanes *= 2) weight[h] += __shfl_xor_sync(~0u, weight[h], lanes);
-    if (g == 0) smem.maxima[c.warp][2 * t + h] = maximum[h], smem.weights[c.warp][2 * t + h] = weight[h];
+    if (g == 0) smem.maxima[c.warp()][2 * t + h] = maximum[h], smem.weights[c.warp()][2 * t + h] = weight[h];
   }
   constexpr int kHeadsAtOnce = kSumsFloats / (kWarps * kDim);
 #pragma unroll 1
@@ -304,7 +306,7 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
     for (int h = 0; h < 2; ++h) {
       const int head = 2 * t + h - first;
       if (head < 0 || head >= heads) continue;
-      float* to = sums + (c.warp * heads + head) * kDim;
+      float* to = sums + (c.warp() * heads + head) * kDim;
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
 #pragma unroll
@@ -314,7 +316,7 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
     }
     c.sync();
 #pragma unroll 1
-    for (int i = threadIdx.x; i < heads * kDim / 2; i += kThreads) {
+    for (int i = c.thread; i < heads * kDim / 2; i += kThreads) {
       const int head = i / (kDim / 2), d = i % (kDim / 2) * 2;
       float most = -INFINITY;
 #pragma unroll
@@ -347,11 +349,12 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
 
 /// The parts of a context, in order, into the result; `item` is part 0.
 template <int kDim>
-__device__ void combine(const DecoderStepParams& p, const AttentionLayer& layer, const Item& item) {
+__device__ void combine(int thread, const DecoderStepParams& p, const AttentionLayer& layer,
+                        const Item& item) {
   const int parts = item.parts, group = p.num_q_heads / p.num_kv_heads;
   // Whole warps take part: `receive` is theirs.
 #pragma unroll 1
-  for (int i = threadIdx.x; i < group * kDim / 2; i += kThreads) {
+  for (int i = thread; i < group * kDim / 2; i += kThreads) {
     const int head = i / (kDim / 2), d = i % (kDim / 2) * 2;
     const uint32_t* from =
         layer.partials + (static_cast<int64_t>(item.number) * group + head) * (kDim + kHeadPad);

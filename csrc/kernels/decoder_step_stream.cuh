@@ -1,6 +1,7 @@
 // The weights of the decoder step, streamed through a ring in shared memory. Some warps copy them in the
-// order in which the others use them and wait for nothing but free slots: weights do not depend on the step,
-// so copies go on under every wait of the computation.
+// order in which the others use them: weights do not depend on the step, so copies go on under every wait of
+// the computation. But a word that other blocks wait for travels behind the copies issued before it. So a
+// layer's weights come in small pieces, one at a time: few bytes in flight, just enough for the rate needed.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -15,7 +16,8 @@ using bf16 = __nv_bfloat16;
 
 constexpr int kWarps = 8;              // that compute
 constexpr int kThreads = 32 * kWarps;  // that compute
-constexpr int kStreamWarps = 3;
+constexpr int kStreamWarps = 2;
+constexpr int kPiece = 16;    // copies of 16 bytes that a lane has in flight: 8 KB a warp
 constexpr int kDepth = 4096;  // columns of a matrix, whose activations are in shared memory at a time
 constexpr int kGroup = 3;     // tiles that are summed up together
 
@@ -64,9 +66,9 @@ struct Ring {
   __device__ void wait_full() const { wait_patiently(full + slot * 8, parity); }
   __device__ void wait_empty() const { wait_patiently(empty + slot * 8, parity ^ 1); }
   /// A warp that computes is done with this slot and those before it, `slots` in all; after a __syncwarp.
-  __device__ void release_last(int slots) {
-    if (threadIdx.x % 32 < slots) {
-      const int before = slot - static_cast<int>(threadIdx.x % 32);
+  __device__ void release_last(int slots, int lane) {
+    if (lane < slots) {
+      const int before = slot - lane;
       mbarrier_arrive(empty + (before < 0 ? before + count : before) * 8);
     }
     advance();
@@ -90,9 +92,9 @@ struct Streamer {
   }
 
   /// Copies this block's `tiles` of a matrix with `depth` columns; `rows(tile, i)`: rows 8 i .. 8 i + 7 of
-  /// one.
+  /// one. `alone`: no block waits for another now, so as much is in flight as there is room for.
   template <int kTile, class Rows>
-  __device__ void matrix(int depth, int tiles, Rows const& rows) {
+  __device__ void matrix(int depth, int tiles, bool alone, Rows const& rows) {
     using S = Slot<kTile>;
 #pragma unroll 1
     for (int first = 0; first < tiles; first += kGroup)
@@ -102,16 +104,17 @@ struct Streamer {
         for (int k = block; k < min(block + kDepth, depth); k += S::kSlotDepth)
 #pragma unroll 1
           for (int i = first; i < min(first + kGroup, tiles); ++i) {
-            if (turn == 0) slot<kTile>(depth, k, tile_of(i), rows);
+            if (turn == 0) slot<kTile>(depth, k, tile_of(i), alone, rows);
             turn = turn == 0 ? kStreamWarps - 1 : turn - 1;
             ring.advance();
           }
   }
 
   template <int kTile, class Rows>
-  __device__ void slot(int depth, int k, int tile, Rows const& rows) {
+  __device__ void slot(int depth, int k, int tile, bool alone, Rows const& rows) {
     using S = Slot<kTile>;
     constexpr int kCopies = S::kSlotDepth / 8 / 32;  // of a row, for a lane
+    static_assert(kPiece % kCopies == 0);
     const int column = k + threadIdx.x % 32 * 8;
     ring.wait_empty();
     uint32_t to = ring.data() + threadIdx.x % 32 * 16;
@@ -120,6 +123,7 @@ struct Streamer {
       const EightRows eight = rows(tile, half);
 #pragma unroll
       for (int r = 0; r < 8; ++r) {
+        if (r * kCopies % kPiece == 0 && !alone) asm volatile("cp.async.wait_all;" ::: "memory");
         const bf16* from = eight.first + static_cast<int64_t>(min(r, eight.count - 1)) * depth + column;
 #pragma unroll
         for (int i = 0; i < kCopies; ++i) copy(to + i * 512, from + i * 256, column + i * 256 < depth);

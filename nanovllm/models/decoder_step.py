@@ -11,7 +11,7 @@ from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 from nanovllm.ops.decoder_step import HEAD_DIMS, MAX_GROUP, MAX_HIDDEN, MAX_LAYERS, POINTERS
 
 _HOPPER = 9  # compute capability
-MAX_FUSED_ROWS = 4
+MAX_FUSED_ROWS = 8
 MAX_FUSED_TOKENS = 8192
 """Of the rows' contexts together. Beyond either, the layers' operators are as fast: docs/kernels/decoder_step.md."""
 

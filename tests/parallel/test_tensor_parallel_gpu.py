@@ -36,7 +36,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def test_tokens(model):
-    ties = NearTies("LlamaForCausalLM", "cuda", **FIELDS)
+    ties = NearTies.of_tiny("LlamaForCausalLM", "cuda", **FIELDS)
     free = torch.cuda.mem_get_info()[0]
     for size in SIZES:
         for options in ({}, {"enforce_eager": True, "check_agreement": True}):

@@ -16,7 +16,7 @@ import re
 import statistics
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -126,9 +126,11 @@ def trace(llm: LLM, rows: int, context: int, last: str) -> None:
         for _ in range(_STEPS):
             engine.step()
         torch.cuda.synchronize()
+    while engine.has_work:
+        engine.step()
     with record_steps(engine, device=False) as times:
-        for _ in range(_STEPS // 2):
-            engine.step()
+        llm.generate([[i] * 16 for i in range(rows)], replace(params, max_tokens=_STEPS), use_tqdm=False)
+    times = [s for s in times if s.kind == "decode"]
     host = {phase: statistics.median(getattr(s, phase) for s in times) * 1e6 for phase in HOST_PHASES}
     parts = ", ".join(f"{phase} {us:.0f}" for phase, us in host.items())
     print(f"\n== {rows} rows, {context} tokens of context: {wall:.1f} us a step; on the host {parts}")

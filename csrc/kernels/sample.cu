@@ -110,6 +110,10 @@ __global__ void __launch_bounds__(kSampleThreads, kBlocksPerSm)
   const Slice<T> slice(static_cast<const T*>(p.logits) + b * p.logits_stride_row, p.vocab, team.rank,
                        tokens_per_block, aligned, shared.ring, shared.index);
   wait_for_previous_grid();
+  if (p.positions[b] < 0) {
+    cluster_wait();
+    return;
+  }
   if (prefetch && threadIdx.x == 0) prefetch_bulk(slice.logits, slice.tokens * int64_t{sizeof(T)});
   const float inv_temperature = 1.0f / p.temperature[b];
   cluster_wait();  // the other blocks have started: their shared memory is there
@@ -121,7 +125,10 @@ __global__ void __launch_bounds__(kSampleThreads, kBlocksPerSm)
                inv_temperature};
     token = drawn(row, p, b);
   }
-  if (team.rank == 0 && threadIdx.x == 0) p.token_ids[b] = token;
+  if (team.rank != 0 || threadIdx.x != 0) return;
+  p.token_ids[b] = token;
+  if (p.copies != nullptr && *p.copy >= 0 && *p.copy < p.num_copies)
+    p.copies[*p.copy * p.copies_stride_row + b] = token;
 }
 
 template <class T>

@@ -11,6 +11,7 @@ from nanovllm.ops.paged_attention_decode import decode_workspace_numel, paged_at
 from nanovllm.ops.paged_attention_prefill import paged_attention_prefill
 from nanovllm.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.ops.rms_norm import rms_norm
+from nanovllm.ops.rope_attention_decode import rope_attention_decode, rope_attention_decode_takes
 from nanovllm.ops.rotary_embedding import rotary_embedding
 from nanovllm.ops.sample import sample
 from nanovllm.ops.silu_and_mul import silu_and_mul
@@ -38,6 +39,8 @@ __all__ = [
     "paged_attention_prefill",
     "qk_norm_rope_store",
     "rms_norm",
+    "rope_attention_decode",
+    "rope_attention_decode_takes",
     "rotary_embedding",
     "sample",
     "silu_and_mul",

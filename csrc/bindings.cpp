@@ -24,6 +24,10 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
   m.def("rotary_embedding(Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, Tensor positions) -> ()");
   // out = x / rms(x) * weight.
   m.def("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
+  // residual = table[token_ids]; out = rms_norm(residual).
+  m.def(
+      "embed_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor token_ids, Tensor table, Tensor weight, "
+      "float eps) -> ()");
   // residual += x; out = rms_norm(residual).
   m.def("add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()");
   // out = silu(gate) * up.

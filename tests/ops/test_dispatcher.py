@@ -43,6 +43,11 @@ def add_rms_norm(device: str) -> Args:
     return out, torch.randn_like(x), x, weight, eps
 
 
+def embed_rms_norm(device: str) -> Args:
+    out, table, weight, eps = rms_norm(device)
+    return out, torch.zeros_like(out), torch.tensor([2, 0, 2], device=device), table, weight, eps
+
+
 def all_reduce(device: str) -> Args:
     """One rank alone."""
     x, residual = torch.randn(2, 3, 64, device=device).to(torch.bfloat16)
@@ -198,6 +203,7 @@ SAMPLES: dict[str, Callable[[str], Args]] = {
     "decode_linear_add": decode_linear_add,
     "decode_plan": decode_plan,
     "decoder_step": decoder_step,
+    "embed_rms_norm": embed_rms_norm,
     "paged_attention_decode": paged_attention_decode,
     "paged_attention_prefill": paged_attention_prefill,
     "qk_norm_rope_store": qk_norm_rope_store,

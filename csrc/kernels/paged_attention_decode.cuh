@@ -127,9 +127,12 @@ __device__ void zero_padding_rows(const Params& p) {
   }
 }
 
+/// What registers are dealt for: an SM then has some left for a block of the kernel before or after.
+constexpr int bounded_threads(int head_tiles) { return head_tiles == 1 ? kThreads + kWarp : kThreads; }
+
 /// AnyParams: Params or RopeParams.
 template <class Out, class Cache, int kDim, int kHeadTiles, class AnyParams>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
     paged_attention_decode_kernel(const __grid_constant__ AnyParams all) {
 #ifdef __CUDA_ARCH__
   using L = Layout<Cache, kDim>;
@@ -139,10 +142,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   constexpr int kPending = 2 * kStages - 1;  // copies younger than the one that a step waits for
   extern __shared__ __align__(128) char smem[];
   float* results = reinterpret_cast<float*>(smem + kStages * kWarps * 2 * L::kBufferBytes);
-  int* is_last = reinterpret_cast<int*>(smem + L::smem_bytes(__CUDA_ARCH__ / 10) - 16);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const uint32_t ring = shared_address(smem) + warp * kStages * 2 * L::kBufferBytes;
-  const int group = static_cast<int>(p.num_q_heads / p.num_kv_heads);
+  const int group = static_cast<int>(p.num_q_heads / p.num_kv_heads), heads = min(kHeads, group);
+  int* is_last = reinterpret_cast<int*>(results + kWarps * heads * kRow);
 
   const int4* plan = reinterpret_cast<const int4*>(p.plan);
   if (!p.past_complete) wait_for_previous_grid();
@@ -174,6 +177,14 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     copy_rows<Cache, kDim, !kRope>(ring + (stage * 2 + 1) * L::kBufferBytes, p.v_cache, p.v_stride_block,
                                    p.v_stride_slot, p.v_stride_head, rows);
   };
+  [[maybe_unused]] QueryRotation<Out, Cache, kDim> rotation;
+  [[maybe_unused]] NewestToken<Out, Cache, kDim> newest;
+  if constexpr (kRope) {
+    rotation.load_weights(all);
+    rotation.load_angles(all, now.len - 1);
+    newest.load_weights(all);
+    newest.find(all, now);
+  }
   {
     Rows rows[kStages];
 #pragma unroll
@@ -201,19 +212,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   };
   uint32_t q[kHeadTiles][kDim / 16][2];
   State<kDim, kHeadTiles> state;
-  [[maybe_unused]] NewestToken<Out, Cache, kDim> newest;
   Rows next = next_rows();
   int first_tile = now.tile;  // of the current head in this block
   for (int i = 0, stage = 0; i < count; ++i) {
     if (i == 0 || now.tile == 0) {
-      load_queries<Out, Cache, kDim, kHeadTiles>(q, p, now.seq, now.head, group);
       if constexpr (kRope) {
         const int last = now.len - 1;
         const bool owns_newest =
             last / kTileTokens - now.tile < count - i && last % kTileTokens / kTokens == warp;
+        if (i > 0 && now.head == 0) {
+          rotation.load_angles(all, last);
+          newest.find(all, now);
+        }
+        load_queries<Out, Cache, kDim, kHeadTiles>(q, p, now.seq, now.head, group);
         if (owns_newest) newest.load(all, now);
-        rotate_queries<Out, Cache, kDim, kHeadTiles>(q, all, last);
+#pragma unroll
+        for (int t = 0; t < kHeadTiles; ++t) rotation.apply(q[t], all);
         if (owns_newest) newest.rotate(all);
+      } else {
+        load_queries<Out, Cache, kDim, kHeadTiles>(q, p, now.seq, now.head, group);
       }
 #pragma unroll
       for (int t = 0; t < kHeadTiles; ++t) convert_queries<Out, Cache>(q[t]);
@@ -278,9 +295,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll
       for (int t = 0; t < kHeadTiles; ++t) {
         const int rows = min(kHeads, group - t * kHeads);
-        state.template store<Cache>(results + warp * kHeads * kRow, t, rows);
+        state.template store<Cache>(results + warp * heads * kRow, t, rows);
         __syncthreads();
-        merge_warps<kDim>(results, rows, kWarps, [&](int row, int d, const Merge& x) {
+        merge_warps<kDim>(results, heads, rows, kWarps, [&](int row, int d, const Merge& x) {
           const int head = t * kHeads + row;
           if (whole) {
             write_out(now.seq, now.head, head, d, x);
@@ -327,9 +344,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 #pragma unroll
     for (int t = 0; t < kHeadTiles; ++t) {
       const int rows = min(kHeads, group - t * kHeads);
-      const int ways = gather_parts<kDim>(results, p, s.first, s.parts, group, t * kHeads, rows);
+      const int ways = gather_parts<kDim>(results, heads, p, s.first, s.parts, group, t * kHeads, rows);
       __syncthreads();
-      merge_warps<kDim>(results, rows, ways, [&](int row, int d, const Merge& x) {
+      merge_warps<kDim>(results, heads, rows, ways, [&](int row, int d, const Merge& x) {
         write_out(s.seq, s.head, t * kHeads + row, d, x);
       });
       __syncthreads();
@@ -350,11 +367,13 @@ cudaError_t launch(const AnyParams& p, int device, int num_blocks, cudaStream_t 
     cudaError_t status = cudaFuncGetAttributes(&attributes, kKernel);
     if (status != cudaSuccess) return status;
     arch = attributes.ptxVersion;
-    status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::smem_bytes(arch));
+    status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  L::smem_bytes(arch, kHeads));
     if (status != cudaSuccess) return status;
     known_arch[device] = arch;
   }
-  return launch_pdl(kKernel, num_blocks, kThreads, L::smem_bytes(arch), stream, p);
+  const int heads = static_cast<int>(attention_of(p).num_q_heads / attention_of(p).num_kv_heads);
+  return launch_pdl(kKernel, num_blocks, kThreads, L::smem_bytes(arch, heads), stream, p);
 }
 
 template <class Out, class Cache, int kDim, class AnyParams>

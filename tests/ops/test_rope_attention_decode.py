@@ -28,6 +28,12 @@ class Case:
     q_norm: bool = True
     k_norm: bool = True
 
+    def __repr__(self) -> str:
+        norms = "q" * self.q_norm + "k" * self.k_norm or "no"
+        heads = f"h{self.num_q_heads}+{self.num_kv_heads}-d{self.head_dim}-rot{self.rotary_dim}"
+        order = "-head_major" if self.head_major else ""
+        return f"b{len(self.lens)}-max{max(self.lens)}-{heads}-block{self.block_size}-{norms}norm{order}"
+
 
 CORNERS = [
     *(Case(num_q_heads=g, num_kv_heads=1) for g in (1, 2, 3, 8, 9, 16)),

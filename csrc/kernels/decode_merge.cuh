@@ -27,17 +27,16 @@ struct Merge {
   }
 };
 
-/// Merges the warps' result rows in shared memory, [kWarps][heads], in order and hands each 4 values to
-/// store(row, d, merge).
+/// Merges the warps' result rows in shared memory in order and hands each 4 values to store(row, d, merge).
 template <int kDim, class Store>
-__device__ void merge_warps(const float* results, int heads, int rows, int ways, Store const& store) {
+__device__ void merge_warps(const float* results, int rows, int ways, Store const& store) {
   constexpr int kRow = kDim + 4, kQuads = kDim / 4;
   for (int i = threadIdx.x; i < rows * kQuads; i += kThreads) {
     const int row = i / kQuads, d = i % kQuads * 4;
     Merge merge;
 #pragma unroll kWarps
     for (int w = 0; w < ways; ++w) {
-      const float* from = results + (w * heads + row) * kRow;
+      const float* from = results + (w * kHeads + row) * kRow;
       merge.add(*reinterpret_cast<const float4*>(from + d), *reinterpret_cast<const float2*>(from + kDim));
     }
     store(row, d, merge);
@@ -52,8 +51,8 @@ __device__ inline float* part(const Params& p, int64_t block, int which, int gro
 
 /// Merges the parts of a head, of blocks first to first + count - 1, to result rows, each in `ways` pieces.
 template <int kDim>
-__device__ int gather_parts(float* results, int heads, const Params& p, int first, int count, int group,
-                            int head, int rows) {
+__device__ int gather_parts(float* results, const Params& p, int first, int count, int group, int head,
+                            int rows) {
   constexpr int kRow = kDim + 4, kUnroll = 8;
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int ways = max(1, kWarps / rows);
@@ -75,7 +74,7 @@ __device__ int gather_parts(float* results, int heads, const Params& p, int firs
 #pragma unroll
         for (int j = 0; j < kUnroll; ++j) merge.add(values[j], stats[j]);
       }
-      float* to = results + (way * heads + row) * kRow;
+      float* to = results + (way * kHeads + row) * kRow;
       *reinterpret_cast<float4*>(to + d) = merge.o;
       if (d == 0) *reinterpret_cast<float2*>(to + kDim) = {merge.m, merge.l};
     }

@@ -16,44 +16,38 @@ constexpr bool rotates_in_lanes(int64_t head_dim, int64_t rotary_dim) {
   return (head_dim == 64 || head_dim == 128) && rotary_dim == head_dim;
 }
 
-/// What the queries of a sequence's newest token are normed and rotated with, in the registers of the lanes
-/// that hold their features. Loaded ahead: behind the copies of a tile each load waits for those.
-template <class Out, class Cache, int kDim>
-struct QueryRotation {
-  static constexpr int kHalf = kDim / 32, kStep = kPairStep<Cache>;
+/// Queries as load_queries left them, normed and rotated.
+template <class Out, class Cache, int kDim, int kHeadTiles>
+__device__ void rotate_queries(uint32_t (&q)[kHeadTiles][kDim / 16][2], const RopeParams& r, int position) {
+  constexpr int kHalf = kDim / 32, kStep = kPairStep<Cache>;
+  const int first = first_feature<Cache>();
+  const float* cos_sin = r.cos_sin + int64_t{position} * kDim + first;
+  const Out* weight = static_cast<const Out*>(r.q_weight) + first;
   float2 cos[kHalf][2], sin[kHalf][2];
   uint32_t weights[2 * kHalf][2];
-
-  __device__ void load_weights(const RopeParams& r) {
-    if (r.q_weight == nullptr) return;
-    const Out* from = static_cast<const Out*>(r.q_weight) + first_feature<Cache>();
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      cos[i][j] = *reinterpret_cast<const float2*>(cos_sin + i * 16 + j * kStep);
+      sin[i][j] = *reinterpret_cast<const float2*>(cos_sin + kDim / 2 + i * 16 + j * kStep);
+    }
+  if (r.q_weight != nullptr) {
 #pragma unroll
     for (int i = 0; i < 2 * kHalf; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        weights[i][j] = *reinterpret_cast<const uint32_t*>(from + i * 16 + j * kStep);
+        weights[i][j] = *reinterpret_cast<const uint32_t*>(weight + i * 16 + j * kStep);
   }
-
-  __device__ void load_angles(const RopeParams& r, int position) {
-    const float* from = r.cos_sin + int64_t{position} * kDim + first_feature<Cache>();
 #pragma unroll
-    for (int i = 0; i < kHalf; ++i)
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        cos[i][j] = *reinterpret_cast<const float2*>(from + i * 16 + j * kStep);
-        sin[i][j] = *reinterpret_cast<const float2*>(from + kDim / 2 + i * 16 + j * kStep);
-      }
-  }
-
-  /// A tile of queries as load_queries left it.
-  __device__ void apply(uint32_t (&q)[2 * kHalf][2], const RopeParams& r) const {
+  for (int t = 0; t < kHeadTiles; ++t) {
     float2 x[2 * kHalf][2];
     float squares = 0;
 #pragma unroll
     for (int i = 0; i < 2 * kHalf; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        x[i][j] = to_float_pair<Out>(q[i][j]);
+        x[i][j] = to_float_pair<Out>(q[t][i][j]);
         squares += x[i][j].x * x[i][j].x + x[i][j].y * x[i][j].y;
       }
     if (r.q_weight != nullptr) {
@@ -71,11 +65,11 @@ struct QueryRotation {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float2 a = x[i][j], b = x[i + kHalf][j], c = cos[i][j], s = sin[i][j];
-        q[i][j] = pack_pair<Out>(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
-        q[i + kHalf][j] = pack_pair<Out>(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
+        q[t][i][j] = pack_pair<Out>(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
+        q[t][i + kHalf][j] = pack_pair<Out>(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
       }
   }
-};
+}
 
 /// Key and value of a KV head's newest token, held by the warp whose rows of the last tile it is among: lane
 /// l has features kEach * l to kEach * l + kEach - 1 of both halves of the head.
@@ -93,31 +87,22 @@ struct NewestToken {
     return half * (kDim / 2) + static_cast<int>(threadIdx.x % kWarp) * kEach;
   }
 
-  __device__ void load_weights(const RopeParams& r) {
-    if (r.k_weight == nullptr) return;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      weight[half] = Part::load(static_cast<const Out*>(r.k_weight) + feature(half));
-  }
-
-  /// The newest token's slot and angles.
-  __device__ void find(const RopeParams& r, const Cursor& at) {
+  __device__ void load(const RopeParams& r, const Cursor& at) {
     const Params& p = r.attention;
     const int position = at.len - 1, shift = __ffsll(p.block_size) - 1;
     block = p.block_tables[at.seq * p.table_stride_row + (position >> shift)];
     slot = position & ((1 << shift) - 1);
-    cos = cos.load(r.cos_sin + int64_t{position} * kDim + feature(0));
-    sin = sin.load(r.cos_sin + int64_t{position} * kDim + feature(1));
-  }
-
-  __device__ void load(const RopeParams& r, const Cursor& at) {
-    const Params& p = r.attention;
     const Out* from =
         static_cast<const Out*>(p.q) + at.seq * p.q_stride_row + (p.num_q_heads + at.head) * kDim;
+    const float* cos_sin = r.cos_sin + int64_t{position} * kDim;
+    cos = cos.load(cos_sin + feature(0));
+    sin = sin.load(cos_sin + feature(1));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       key[half] = Part::load(from + feature(half));
       value[half] = Part::load(from + p.num_kv_heads * kDim + feature(half));
+      if (r.k_weight != nullptr)
+        weight[half] = Part::load(static_cast<const Out*>(r.k_weight) + feature(half));
     }
   }
 

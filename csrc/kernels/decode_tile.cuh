@@ -26,22 +26,17 @@ struct Layout {
   static constexpr int kRowChunks = kDim * sizeof(Cache) / 16;
   static constexpr int kBufferBytes = kTokens * kDim * sizeof(Cache);  // keys of a warp's tokens, or values
   static constexpr int kResultRow = kDim + 4;                          // floats
-
-  /// Result rows of all warps, for the heads of a group (kHeads of them at a time).
-  static constexpr int result_bytes(int heads) {
-    return kWarps * (heads < kHeads ? heads : kHeads) * kResultRow * 4;
-  }
+  static constexpr int kResultBytes = kWarps * kHeads * kResultRow * 4;
 
   /// The ring takes kRingBytes, or less where two blocks would not fit an SM of 228 KB (of 164 KB: sm_80).
   static constexpr int stages(int arch) {
     const int limit = arch >= 90 && arch < 120 ? (233472 / kBlocksPerSm) - 1024 : 82944;
-    const int left = limit - result_bytes(kHeads) - 16, room = left < kRingBytes ? left : kRingBytes;
+    const int room = limit - kResultBytes - 16 < kRingBytes ? limit - kResultBytes - 16 : kRingBytes;
     const int stages = room / (kWarps * 2 * kBufferBytes);
     return stages < 1 ? 1 : stages;
   }
-  /// Few heads leave room beside two blocks for one of the kernel before or after: their loads overlap then.
-  static constexpr int smem_bytes(int arch, int heads) {
-    return stages(arch) * kWarps * 2 * kBufferBytes + result_bytes(heads) + 16;
+  static constexpr int smem_bytes(int arch) {
+    return stages(arch) * kWarps * 2 * kBufferBytes + kResultBytes + 16;
   }
   /// What a row's columns are xored with: 8 rows of one column lie in different banks then.
   static __device__ constexpr int swizzle(int row) {

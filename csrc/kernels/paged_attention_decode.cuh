@@ -127,12 +127,9 @@ __device__ void zero_padding_rows(const Params& p) {
   }
 }
 
-/// What registers are dealt for: an SM then has some left for a block of the kernel before or after.
-constexpr int bounded_threads(int head_tiles) { return head_tiles == 1 ? kThreads + kWarp : kThreads; }
-
 /// AnyParams: Params or RopeParams.
 template <class Out, class Cache, int kDim, int kHeadTiles, class AnyParams>
-__global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     paged_attention_decode_kernel(const __grid_constant__ AnyParams all) {
 #ifdef __CUDA_ARCH__
   using L = Layout<Cache, kDim>;
@@ -142,10 +139,10 @@ __global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
   constexpr int kPending = 2 * kStages - 1;  // copies younger than the one that a step waits for
   extern __shared__ __align__(128) char smem[];
   float* results = reinterpret_cast<float*>(smem + kStages * kWarps * 2 * L::kBufferBytes);
+  int* is_last = reinterpret_cast<int*>(smem + L::smem_bytes(__CUDA_ARCH__ / 10) - 16);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const uint32_t ring = shared_address(smem) + warp * kStages * 2 * L::kBufferBytes;
-  const int group = static_cast<int>(p.num_q_heads / p.num_kv_heads), heads = min(kHeads, group);
-  int* is_last = reinterpret_cast<int*>(results + kWarps * heads * kRow);
+  const int group = static_cast<int>(p.num_q_heads / p.num_kv_heads);
 
   const int4* plan = reinterpret_cast<const int4*>(p.plan);
   if (!p.past_complete) wait_for_previous_grid();
@@ -177,14 +174,6 @@ __global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
     copy_rows<Cache, kDim, !kRope>(ring + (stage * 2 + 1) * L::kBufferBytes, p.v_cache, p.v_stride_block,
                                    p.v_stride_slot, p.v_stride_head, rows);
   };
-  [[maybe_unused]] QueryRotation<Out, Cache, kDim> rotation;
-  [[maybe_unused]] NewestToken<Out, Cache, kDim> newest;
-  if constexpr (kRope) {
-    rotation.load_weights(all);
-    rotation.load_angles(all, now.len - 1);
-    newest.load_weights(all);
-    newest.find(all, now);
-  }
   {
     Rows rows[kStages];
 #pragma unroll
@@ -198,7 +187,6 @@ __global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
     }
   }
   wait_for_previous_grid();
-  launch_next_grid();
   const float scale = p.scale * 1.44269504f * (p.k_scale == nullptr ? 1.0f : *p.k_scale);
   const float v_scale = p.v_scale == nullptr ? 1.0f : *p.v_scale;
   zero_padding_rows<Out>(p);
@@ -212,25 +200,21 @@ __global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
   };
   uint32_t q[kHeadTiles][kDim / 16][2];
   State<kDim, kHeadTiles> state;
+  [[maybe_unused]] NewestToken<Out, Cache, kDim> newest;
   Rows next = next_rows();
+  // The next kernel reads ahead: not before this block has asked for all that it reads.
+  if (left == 0) launch_next_grid();
   int first_tile = now.tile;  // of the current head in this block
   for (int i = 0, stage = 0; i < count; ++i) {
     if (i == 0 || now.tile == 0) {
+      load_queries<Out, Cache, kDim, kHeadTiles>(q, p, now.seq, now.head, group);
       if constexpr (kRope) {
         const int last = now.len - 1;
         const bool owns_newest =
             last / kTileTokens - now.tile < count - i && last % kTileTokens / kTokens == warp;
-        if (i > 0 && now.head == 0) {
-          rotation.load_angles(all, last);
-          newest.find(all, now);
-        }
-        load_queries<Out, Cache, kDim, kHeadTiles>(q, p, now.seq, now.head, group);
         if (owns_newest) newest.load(all, now);
-#pragma unroll
-        for (int t = 0; t < kHeadTiles; ++t) rotation.apply(q[t], all);
+        rotate_queries<Out, Cache, kDim, kHeadTiles>(q, all, last);
         if (owns_newest) newest.rotate(all);
-      } else {
-        load_queries<Out, Cache, kDim, kHeadTiles>(q, p, now.seq, now.head, group);
       }
 #pragma unroll
       for (int t = 0; t < kHeadTiles; ++t) convert_queries<Out, Cache>(q[t]);
@@ -287,6 +271,7 @@ __global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
     __syncwarp();
     copy_values(stage, next);
     next = next_rows();
+    if (left == 0) launch_next_grid();
     stage = stage + 1 == kStages ? 0 : stage + 1;
 
     const bool ends = now.ends_head();
@@ -295,9 +280,9 @@ __global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
 #pragma unroll
       for (int t = 0; t < kHeadTiles; ++t) {
         const int rows = min(kHeads, group - t * kHeads);
-        state.template store<Cache>(results + warp * heads * kRow, t, rows);
+        state.template store<Cache>(results + warp * kHeads * kRow, t, rows);
         __syncthreads();
-        merge_warps<kDim>(results, heads, rows, kWarps, [&](int row, int d, const Merge& x) {
+        merge_warps<kDim>(results, rows, kWarps, [&](int row, int d, const Merge& x) {
           const int head = t * kHeads + row;
           if (whole) {
             write_out(now.seq, now.head, head, d, x);
@@ -344,9 +329,9 @@ __global__ void __launch_bounds__(bounded_threads(kHeadTiles), kBlocksPerSm)
 #pragma unroll
     for (int t = 0; t < kHeadTiles; ++t) {
       const int rows = min(kHeads, group - t * kHeads);
-      const int ways = gather_parts<kDim>(results, heads, p, s.first, s.parts, group, t * kHeads, rows);
+      const int ways = gather_parts<kDim>(results, p, s.first, s.parts, group, t * kHeads, rows);
       __syncthreads();
-      merge_warps<kDim>(results, heads, rows, ways, [&](int row, int d, const Merge& x) {
+      merge_warps<kDim>(results, rows, ways, [&](int row, int d, const Merge& x) {
         write_out(s.seq, s.head, t * kHeads + row, d, x);
       });
       __syncthreads();
@@ -367,13 +352,11 @@ cudaError_t launch(const AnyParams& p, int device, int num_blocks, cudaStream_t 
     cudaError_t status = cudaFuncGetAttributes(&attributes, kKernel);
     if (status != cudaSuccess) return status;
     arch = attributes.ptxVersion;
-    status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  L::smem_bytes(arch, kHeads));
+    status = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, L::smem_bytes(arch));
     if (status != cudaSuccess) return status;
     known_arch[device] = arch;
   }
-  const int heads = static_cast<int>(attention_of(p).num_q_heads / attention_of(p).num_kv_heads);
-  return launch_pdl(kKernel, num_blocks, kThreads, L::smem_bytes(arch, heads), stream, p);
+  return launch_pdl(kKernel, num_blocks, kThreads, L::smem_bytes(arch), stream, p);
 }
 
 template <class Out, class Cache, int kDim, class AnyParams>

@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--context", type=int, default=640, help="tokens of each row, about")
     parser.add_argument("--hf-config", default="qwen3-0.6b", help="another shape: see nanovllm bench --help")
-    parser.add_argument("--last", default="DtoH", help="part of the name of a step's last node")
+    parser.add_argument("--last", default="sample_kernel", help="part of the name of a step's last node")
     args = parser.parse_args()
     with config_folder(args.hf_config) as model:
         llm = LLM(model, load_format="dummy", max_model_len=4096, max_num_seqs=256, enable_prefix_caching=False)

@@ -59,6 +59,8 @@ def main() -> None:
     table = Table(__doc__)
     for rows in ROWS:
         bench_linear(table, rows, 1024, 4096)
+    for rows in (1, 8, 16, 32, 64):
+        bench_linear(table, rows, 1024, 151936)
     for rows in ROWS:
         bench_silu_and_mul(table, rows, 1024, 6144)
     for k in (2048, 3072):

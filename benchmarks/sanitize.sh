@@ -10,10 +10,16 @@ set -u
 status=0
 tests=(
   tests/ops/test_dispatcher.py::test_a_sample_changes_what_the_schema_says
+  "tests/ops/test_decoder_step.py::test_logits_and_cache[odd widths]"
+  "tests/ops/test_decoder_step.py::test_logits_and_cache[two layers]"
+  tests/ops/test_decoder_step.py::test_only_padding_rows_store_nothing
   tests/ops/test_paged_attention_decode_cuda.py::test_keys_beside_values
   tests/ops/test_paged_attention_decode_cuda.py::test_graph_replay_after_changed_lengths
   tests/ops/test_paged_attention_prefill_cuda.py::test_every_row_of_a_mixed_batch
   tests/ops/test_paged_attention_prefill_cuda.py::test_e4m3_in_a_mixed_batch
+  tests/ops/test_rope_attention_decode.py::test_float8_cache
+  "tests/ops/test_rope_attention_decode.py::test_past_complete_in_a_graph[4]"
+  tests/ops/test_sample.py::test_rows_left_out_and_copies
   tests/ops/test_sample.py::test_tokens_of_the_reference
   tests/ops/test_sample.py::test_many_ties_at_the_border_are_kept
   tests/ops/test_sample.py::test_masked_and_broken_logits

@@ -24,6 +24,10 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
   m.def("rotary_embedding(Tensor(a!) q, Tensor(b!) k, Tensor cos_sin, Tensor positions) -> ()");
   // out = x / rms(x) * weight.
   m.def("rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()");
+  // residual = table[token_ids]; out = rms_norm(residual).
+  m.def(
+      "embed_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor token_ids, Tensor table, Tensor weight, "
+      "float eps) -> ()");
   // residual += x; out = rms_norm(residual).
   m.def("add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()");
   // out = silu(gate) * up.
@@ -35,6 +39,13 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
       "paged_attention_decode(Tensor(a!) out, Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
       "Tensor context_lens, Tensor plan, Tensor(b!) workspace, Tensor? k_scale, Tensor? v_scale, float "
       "scale, bool past_complete) -> ()");
+  // Norms, rotation, cache store and attention of one token per sequence, from its row of projections.
+  m.def(
+      "rope_attention_decode(Tensor(a!) out, Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos_sin, "
+      "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor block_tables, Tensor context_lens, Tensor plan, "
+      "Tensor(d!) workspace, Tensor? k_scale, Tensor? v_scale, float eps, float scale, bool past_complete) "
+      "-> "
+      "()");
   // Causal attention of packed queries, aligned to the end of each context; keys packed or paged.
   m.def(
       "paged_attention_prefill(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
@@ -50,8 +61,7 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
   // One token per row: temperature, min-p, top-k, top-p, Gumbel-max with a counter-based generator.
   m.def(
       "sample(Tensor(a!) token_ids, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "
-      "min_p, "
-      "Tensor seeds, Tensor positions) -> ()");
+      "min_p, Tensor seeds, Tensor positions, Tensor(b!)? copies, Tensor? copy) -> ()");
   // out = x @ weight.T + bias for the rows of a decode step, or silu_and_mul of it; squares: x is half
   // normed.
   m.def(

@@ -45,6 +45,15 @@ __device__ inline uint32_t to_float16_pair(uint32_t pair) {
   return pack_pair<__half>(fminf(fmaxf(low, -kMax), kMax), fminf(fmaxf(high, -kMax), kMax));
 }
 
+/// A pair of T, as in pack_pair.
+template <class T>
+__device__ float2 to_float_pair(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  else
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+}
+
 /// Calls `f` with a null pointer of the type: __nv_bfloat16 or __half (ops/*.cpp refuse others on CUDA).
 template <class F>
 cudaError_t dispatch(DType dtype, F const& f) {

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <vector>
 
+#include "common/check.h"
 #include "common/philox.h"
 #include "cpu/log.h"
 #include "cpu/simd.h"
@@ -316,9 +317,12 @@ int64_t sample_row(const SampleParams& p, int64_t b, Row& row) {
 }  // namespace
 
 void sample(const SampleParams& p) {
+  ops::check(p.copies == nullptr || (*p.copy >= 0 && *p.copy < p.num_copies), "sample", "copy",
+             "expected 0 to ", p.num_copies - 1, ", got ", p.copies == nullptr ? 0 : *p.copy);
   const int64_t num_blocks = (p.vocab + kBlock - 1) / kBlock;
   torch::stable::parallel_for(0, p.batch, 1, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
+      if (p.positions[b] < 0) continue;
       const int64_t offset = b * p.logits_stride_row * size_of(p.dtype);
       Row row{.logits = static_cast<const char*>(p.logits) + offset,
               .vocab = p.vocab,
@@ -328,6 +332,7 @@ void sample(const SampleParams& p) {
       row.maxima.resize(num_blocks);
       row.mass.resize(num_blocks);
       p.token_ids[b] = sample_row(p, b, row);
+      if (p.copies != nullptr) p.copies[*p.copy * p.copies_stride_row + b] = p.token_ids[b];
     }
   });
 }

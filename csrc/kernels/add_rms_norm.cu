@@ -3,7 +3,7 @@
 namespace nanovllm::kernels {
 
 cudaError_t launch_add_rms_norm(const AddRmsNormParams& p, cudaStream_t stream) {
-  return launch_row_norm<true>(p, stream);
+  return launch_row_norm<Residual::kAdd>({p}, stream);
 }
 
 }  // namespace nanovllm::kernels

@@ -25,12 +25,6 @@ inline bool cache_fits_packs(const KvCache& c, int64_t element_bytes, int64_t pa
          fits(c.v, c.v_stride_block, c.v_stride_slot, c.v_stride_head);
 }
 
-/// One pack into the cache: as it is, or over its scale into float8.
-template <class T, int kPack>
-__device__ void store_pack(const Pack<T, kPack>& x, T* to, float) {
-  x.store(to);
-}
-
 template <int kPack, class Quotient>
 __device__ Pack<uint8_t, kPack> to_codes(Quotient const& quotient) {
   Pack<uint8_t, kPack> codes;
@@ -45,21 +39,23 @@ __device__ Pack<uint8_t, kPack> to_codes(Quotient const& quotient) {
   return codes;
 }
 
-/// x / scale. Quotients by one divisor share its reciprocal: the correction of x * reciprocal rounds right,
-/// but for a divisor whose mantissa is all ones (Markstein); it would make 0 of -0, and NaN of an infinity.
-template <class T, int kPack>
-__device__ void store_pack(const Pack<T, kPack>& x, uint8_t* to, float scale) {
-  if (~__float_as_uint(scale) << 9 == 0) {
-    to_codes<kPack>([&](int i) { return to_float(x.data[i]) / scale; }).store(to);
-    return;
+/// A pack as the cache holds it: as it is, or over its scale in float8. Quotients by one divisor share its
+/// reciprocal: the correction of x * reciprocal rounds right, but for a divisor whose mantissa is all ones
+/// (Markstein); it would make 0 of -0, and NaN of an infinity.
+template <class Cache, class T, int kPack>
+__device__ Pack<Cache, kPack> to_cache(const Pack<T, kPack>& x, float scale) {
+  if constexpr (std::is_same_v<Cache, T>) {
+    return x;
+  } else {
+    if (~__float_as_uint(scale) << 9 == 0)
+      return to_codes<kPack>([&](int i) { return to_float(x.data[i]) / scale; });
+    const float reciprocal = 1.0f / scale;
+    return to_codes<kPack>([&](int i) {
+      const float v = to_float(x.data[i]), q = v * reciprocal;
+      const float right = fmaf(fmaf(-q, scale, v), reciprocal, q);
+      return fabsf(q) < 0x1p100f ? copysignf(right, q) : q;
+    });
   }
-  const float reciprocal = 1.0f / scale;
-  const auto quotient = [&](int i) {
-    const float v = to_float(x.data[i]), q = v * reciprocal;
-    const float right = fmaf(fmaf(-q, scale, v), reciprocal, q);
-    return fabsf(q) < 0x1p100f ? copysignf(right, q) : q;
-  };
-  to_codes<kPack>(quotient).store(to);
 }
 
 }  // namespace nanovllm::kernels

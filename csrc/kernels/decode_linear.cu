@@ -1,5 +1,6 @@
-// out = x @ weight^T + bias, or silu_and_mul of it, for the rows of a decode step: decode_linear.cuh.
-#include "kernels/decode_linear.cuh"
+// out = x @ weight^T + bias, or silu_and_mul of it, for the rows of a decode step: decode_linear.cuh, or for
+// a very long weight decode_linear_tall.cuh.
+#include "kernels/decode_linear_tall.cuh"
 
 namespace nanovllm::kernels {
 namespace decode_linear {
@@ -65,6 +66,8 @@ struct SiluAndMul {
 
 cudaError_t launch_decode_linear(const DecodeLinearParams& p, cudaStream_t stream) {
   using namespace decode_linear;
+  if (const int num_sms = num_hopper_sms(); num_sms > 0 && tall_takes(p, num_sms))
+    return launch_tall(p, num_sms, stream);
   const int64_t n = p.silu_and_mul ? p.n / 2 : p.n;
   const Out out{p.out, p.out_stride_row,
                 n % kQuad == 0 && is_aligned(p.out, {p.out_stride_row}, 2, 2 * kQuad)};

@@ -269,14 +269,20 @@ cudaError_t launch_tokens(const KernelParams& p, const typename Epilogue::Params
   }
 }
 
-template <class Epilogue>
-cudaError_t launch(const DecodeLinearParams& p, const typename Epilogue::Params& e, cudaStream_t stream) {
+/// Multiprocessors of the current device; 0 where this file has no kernel for it.
+inline int num_hopper_sms() {
   constexpr bool kBuilt = std::string_view(NV_CUDA_ARCHS).find("9.0a") != std::string_view::npos;
   int device = 0, major = 0, num_sms = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
-  if (!kBuilt || major != 9) return cudaErrorNotSupported;
+  return kBuilt && major == 9 ? num_sms : 0;
+}
+
+template <class Epilogue>
+cudaError_t launch(const DecodeLinearParams& p, const typename Epilogue::Params& e, cudaStream_t stream) {
+  const int num_sms = num_hopper_sms();
+  if (num_sms == 0) return cudaErrorNotSupported;
   const Tiling t = choose_tiling(p, Epilogue::kParts, Epilogue::kMayBeWide, num_sms);
   KernelParams kernel{.bias = p.bias,
                       .squares = p.squares,

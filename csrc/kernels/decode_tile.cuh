@@ -90,13 +90,15 @@ __device__ inline Rows find_rows(const Params& p, const Cursor& c, int warp) {
   return {count > 0 ? table[token >> shift] : 0, token & ((1 << shift) - 1), c.head, count};
 }
 
-/// Copies keys or values of 16 tokens; zeros past the context, where the cache may hold NaN.
-template <class Cache, int kDim>
+/// Copies keys or values of 16 tokens; zeros past the context, where the cache may hold NaN, and for the
+/// newest token unless `kNewest`.
+template <class Cache, int kDim, bool kNewest>
 __device__ void copy_rows(uint32_t buffer, const void* cache, int64_t stride_block, int64_t stride_slot,
                           int64_t stride_head, const Rows& rows) {
   using L = Layout<Cache, kDim>;
   constexpr int kChunks = kTokens * L::kRowChunks, kPack = 16 / sizeof(Cache);
   const int lane = threadIdx.x % kWarp;
+  const int count = !kNewest && rows.count <= kTokens ? rows.count - 1 : rows.count;
   if (rows.count > 0) {
     const int first_row = lane / L::kRowChunks, first_column = lane % L::kRowChunks;
     const Cache* from = static_cast<const Cache*>(cache) + rows.block * stride_block +
@@ -108,15 +110,13 @@ __device__ void copy_rows(uint32_t buffer, const void* cache, int64_t stride_blo
       const uint32_t to = buffer + L::chunk(first_row, first_column);
 #pragma unroll
       for (int row = 0; row < kTokens; row += kStep, from += kStep * stride_slot)
-        cp_async_16((to ^ L::swizzle(row) * 16) + row * L::kRowChunks * 16, from,
-                    first_row + row < rows.count);
+        cp_async_16((to ^ L::swizzle(row) * 16) + row * L::kRowChunks * 16, from, first_row + row < count);
     } else {
 #pragma unroll
       for (int i = 0; i < kChunks; i += kWarp) {
         const int row = (i + lane) / L::kRowChunks, column = (i + lane) % L::kRowChunks;
         if (i + kWarp <= kChunks || i + lane < kChunks)
-          cp_async_16(buffer + L::chunk(row, column), from + row * stride_slot + column * kPack,
-                      row < rows.count);
+          cp_async_16(buffer + L::chunk(row, column), from + row * stride_slot + column * kPack, row < count);
       }
     }
   }
@@ -158,29 +158,42 @@ __device__ void load_values(uint32_t (&a)[4], uint32_t buffer, int i) {
 template <class Out, class Cache>
 using MmaType = std::conditional_t<sizeof(Cache) == 1, __half, Out>;
 
+/// Of a query, a lane holds the pairs of features first_feature + 16 i and first_feature + 16 i + kPairStep.
+template <class Cache>
+constexpr int kPairStep = sizeof(Cache) == 2 ? 8 : 2;
+template <class Cache>
+__device__ int first_feature() {
+  return static_cast<int>(threadIdx.x) % 4 * (sizeof(Cache) == 2 ? 2 : 4);
+}
+
 /// The group's queries as the mma's columns, zeros in columns past the group.
 template <class Out, class Cache, int kDim, int kHeadTiles>
 __device__ void load_queries(uint32_t (&q)[kHeadTiles][kDim / 16][2], const Params& p, int seq, int kv_head,
                              int group) {
   const int lane = threadIdx.x % kWarp;
-  constexpr int kStep = sizeof(Cache) == 2 ? 8 : 2;  // from the first pair of features to the second
-  const int first = lane % 4 * (sizeof(Cache) == 2 ? 2 : 4);
 #pragma unroll
   for (int t = 0; t < kHeadTiles; ++t) {
     const int head = t * kHeads + lane / 4;
     const Out* from = static_cast<const Out*>(p.q) + seq * p.q_stride_row +
-                      (static_cast<int64_t>(kv_head) * group + head) * p.q_stride_head + first;
+                      (static_cast<int64_t>(kv_head) * group + head) * p.q_stride_head +
+                      first_feature<Cache>();
 #pragma unroll
     for (int i = 0; i < kDim / 16; ++i)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        uint32_t pair = 0;
-        if (head < group) pair = *reinterpret_cast<const uint32_t*>(from + i * 16 + j * kStep);
-        if constexpr (!std::is_same_v<Out, MmaType<Out, Cache>>) {  // bfloat16 to float16, saturating
-          pair = to_float16_pair(pair);
-        }
-        q[t][i][j] = pair;
-      }
+      for (int j = 0; j < 2; ++j)
+        q[t][i][j] =
+            head < group ? *reinterpret_cast<const uint32_t*>(from + i * 16 + j * kPairStep<Cache>) : 0;
+  }
+}
+
+/// To the type that they are multiplied in: bfloat16 to float16, saturating, for a float8 cache.
+template <class Out, class Cache, int kPairs>
+__device__ void convert_queries(uint32_t (&pairs)[kPairs][2]) {
+  if constexpr (!std::is_same_v<Out, MmaType<Out, Cache>>) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) pairs[i][j] = to_float16_pair(pairs[i][j]);
   }
 }
 

@@ -8,10 +8,10 @@
 namespace nanovllm {
 
 struct PagedAttentionDecodeParams {
-  void* __restrict__ out;                    // [batch, num_q_heads, head_dim]
-  const void* __restrict__ q;                // [batch, num_q_heads, head_dim]
-  const void* __restrict__ k_cache;          // [num_blocks, block_size, num_kv_heads, head_dim]
-  const void* __restrict__ v_cache;          // like k_cache
+  void* __restrict__ out;      // [batch, num_q_heads, head_dim]
+  const void* __restrict__ q;  // [batch, num_q_heads, head_dim]
+  void* k_cache;  // [num_blocks, block_size, num_kv_heads, head_dim]; only rope_attention_decode writes it
+  void* v_cache;  // like k_cache
   const int32_t* __restrict__ block_tables;  // [batch, max_blocks], entries past a context are never read
   const int32_t* __restrict__ context_lens;  // [batch], 0: the row's output is 0
   const int32_t* __restrict__ plan;          // from decode_plan for these context_lens

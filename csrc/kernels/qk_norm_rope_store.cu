@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kThreads, kPack == 1 ? 1 : 4)
   const CacheSlot at(c, slot);
   Cache* to = is_v ? static_cast<Cache*>(c.v) + at.v + (head - first_v) * c.v_stride_head
                    : static_cast<Cache*>(c.k) + at.k + (head - first_k) * c.k_stride_head;
-  part.for_packs([&](const Pack<T, kPack>& pack, int element) { store_pack(pack, to + element, divisor); });
+  part.for_packs(
+      [&](const Pack<T, kPack>& pack, int element) { to_cache<Cache>(pack, divisor).store(to + element); });
 }
 
 template <class T, class Cache>

@@ -1,5 +1,5 @@
-// out[t] = v / sqrt(mean(v^2) + eps) * weight, where v is x[t], or the rounded residual[t] + x[t], which
-// becomes the residual: the kernel of rms_norm and add_rms_norm.
+// out[t] = v / sqrt(mean(v^2) + eps) * weight, where v is x[t], or x[token_ids[t]] or the rounded residual[t]
+// + x[t], which become the residual: the kernel of rms_norm, embed_rms_norm and add_rms_norm.
 //
 // A row of up to 1,024 elements belongs to a warp (four rows a block), a longer one to a block; a thread
 // holds four packs of it in registers from the one read to the one write, and re-reads what is longer (over
@@ -21,18 +21,28 @@ constexpr int kNormThreads = 512;  // of a row, at most
 constexpr int kNormPacks = 4;      // of a thread, in registers
 constexpr int kNormRows = 4;       // of a block, where a warp has a row
 
-template <class T, int kPack, bool kAdd>
-__global__ void __launch_bounds__(kNormThreads) row_norm_kernel(const AddRmsNormParams p) {
+/// What becomes of the residual.
+enum class Residual { kNone, kAdd, kSet };
+
+struct RowNormParams : AddRmsNormParams {
+  const int64_t* __restrict__ token_ids = nullptr;  // [num_tokens], rows of x, with Residual::kSet
+  int64_t vocab = 0;                                // rows of x
+};
+
+template <class T, int kPack, Residual kResidual>
+__global__ void __launch_bounds__(kNormThreads) row_norm_kernel(const RowNormParams p) {
   using Packed = Pack<T, kPack>;
+  constexpr bool kAdd = kResidual == Residual::kAdd, kSet = kResidual == Residual::kSet;
   launch_next_grid();
   const int64_t t = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int packs = static_cast<int>(p.hidden / kPack);
-  const T* x = static_cast<const T*>(p.x) + t * p.x_stride_row;
   const T* weight = static_cast<const T*>(p.weight);
   T* residual = static_cast<T*>(p.residual) + t * p.residual_stride_row;
   T* out = static_cast<T*>(p.out) + t * p.out_stride_row;
   wait_for_previous_grid();
   if (t >= p.num_tokens) return;
+  const int64_t id = kSet ? p.token_ids[t] : t;
+  const T* x = static_cast<const T*>(p.x) + (!kSet || (id >= 0 && id < p.vocab) ? id : 0) * p.x_stride_row;
 
   const auto add = [&](const Packed& a, const Packed& b) {
     float sum[kPack];
@@ -59,19 +69,15 @@ __global__ void __launch_bounds__(kNormThreads) row_norm_kernel(const AddRmsNorm
   for (int i = 0; i < kNormPacks; ++i) {
     const int pack = threadIdx.x + i * blockDim.x;
     if (pack >= packs) continue;
-    if constexpr (kAdd) {
-      v[i] = add(v[i], r[i]);
-      v[i].store(residual + pack * kPack);
-    }
+    if constexpr (kAdd) v[i] = add(v[i], r[i]);
+    if constexpr (kAdd || kSet) v[i].store(residual + pack * kPack);
     square(v[i]);
   }
   const int first_left = threadIdx.x + kNormPacks * blockDim.x;
   for (int pack = first_left; pack < packs; pack += blockDim.x) {
     Packed u = Packed::load(x + pack * kPack);
-    if constexpr (kAdd) {
-      u = add(u, Packed::load(residual + pack * kPack));
-      u.store(residual + pack * kPack);
-    }
+    if constexpr (kAdd) u = add(u, Packed::load(residual + pack * kPack));
+    if constexpr (kAdd || kSet) u.store(residual + pack * kPack);
     square(u);
   }
 
@@ -99,8 +105,8 @@ __global__ void __launch_bounds__(kNormThreads) row_norm_kernel(const AddRmsNorm
     write(Packed::load((kAdd ? residual : x) + pack * kPack), Packed::load(weight + pack * kPack), pack);
 }
 
-template <bool kAdd>
-cudaError_t launch_row_norm(const AddRmsNormParams& p, cudaStream_t stream) {
+template <Residual kResidual>
+cudaError_t launch_row_norm(const RowNormParams& p, cudaStream_t stream) {
   return dispatch(p.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kPack = 8;
@@ -112,7 +118,7 @@ cudaError_t launch_row_norm(const AddRmsNormParams& p, cudaStream_t stream) {
     const int64_t warps = (packs + 32 * kNormPacks - 1) / (32 * kNormPacks);
     const dim3 threads(std::min<int64_t>(kNormThreads, 32 * warps), warps == 1 ? kNormRows : 1);
     const dim3 blocks((p.num_tokens + threads.y - 1) / threads.y);
-    const auto kernel = packed ? row_norm_kernel<T, kPack, kAdd> : row_norm_kernel<T, 1, kAdd>;
+    const auto kernel = packed ? row_norm_kernel<T, kPack, kResidual> : row_norm_kernel<T, 1, kResidual>;
     return launch_pdl(kernel, blocks, threads, 0, stream, p);
   });
 }

@@ -44,12 +44,12 @@ struct Shared {
 };
 static_assert(sizeof(Shared<float>) <= 48 << 10, "static shared memory");
 
-/// The token with the greatest logit, the lowest on ties; 0 if there is none but NaN and -inf.
+/// The token with the greatest logit, the lowest on ties; 0 if there is none but NaN and -inf. Both begin
+/// after slice.start().
 template <class T>
 __device__ uint32_t greedy(const Slice<T>& slice, Team& team) {
   float greatest = kLowest;
   uint32_t token = 0;
-  slice.start();
   slice.stream([&](int step, const float (&logit)[kStepTokens]) {
     const float top = greatest_of(logit);
     if (!(top > greatest)) return;
@@ -69,7 +69,10 @@ __device__ uint32_t drawn(Row<T>& row, const SampleParams& p, int64_t b) {
   const bool limited = top_k > 0 && top_k < vocab, few = limited && top_k <= kCandidates, nucleus = top_p < 1;
   const auto streamed = row.stream(!limited, nucleus && !limited, few);
   if (row.greatest == kLowest) return 0;
-  if (isinf(row.greatest)) return greedy(row.slice, row.team);
+  if (isinf(row.greatest)) {
+    row.slice.start();
+    return greedy(row.slice, row.team);
+  }
   float cut = min_p > 0 ? fminf(0.0f, logf(min_p)) : kLowest;
   if (few) {
     const float least = row.bound_of_few(top_k);
@@ -110,18 +113,26 @@ __global__ void __launch_bounds__(kSampleThreads, kBlocksPerSm)
   const Slice<T> slice(static_cast<const T*>(p.logits) + b * p.logits_stride_row, p.vocab, team.rank,
                        tokens_per_block, aligned, shared.ring, shared.index);
   wait_for_previous_grid();
+  slice.start();
+  const int64_t position = p.positions[b];
+  const float temperature = p.temperature[b], inv_temperature = 1.0f / temperature;
   if (prefetch && threadIdx.x == 0) prefetch_bulk(slice.logits, slice.tokens * int64_t{sizeof(T)});
-  const float inv_temperature = 1.0f / p.temperature[b];
   cluster_wait();  // the other blocks have started: their shared memory is there
+  if (position < 0) {
+    cp_async_wait<0>();
+    return;
+  }
   uint32_t token;
-  if (!(p.temperature[b] > 0) || isinf(inv_temperature)) {
+  if (!(temperature > 0) || isinf(inv_temperature)) {
     token = greedy(slice, team);
   } else {
-    Row<T> row{slice,          team, shared.reached, shared.candidates, Noise(p.seeds[b], p.positions[b]),
-               inv_temperature};
+    Row<T> row{slice, team, shared.reached, shared.candidates, Noise(p.seeds[b], position), inv_temperature};
     token = drawn(row, p, b);
   }
-  if (team.rank == 0 && threadIdx.x == 0) p.token_ids[b] = token;
+  if (team.rank != 0 || threadIdx.x != 0) return;
+  p.token_ids[b] = token;
+  if (p.copies != nullptr && *p.copy >= 0 && *p.copy < p.num_copies)
+    p.copies[*p.copy * p.copies_stride_row + b] = token;
 }
 
 template <class T>

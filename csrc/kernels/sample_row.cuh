@@ -44,7 +44,6 @@ struct Row {
   /// and (only then) sums the mass as it goes, with the greatest logit of the block's first step as the
   /// anchor: that of the row is not known before the end.
   __device__ Streamed stream(bool draws, bool sums, bool groups) {
-    slice.start();
     Draw draw = draws ? from_first_step() : Draw{noise, kLowest, inv_temperature, &reached};
     const bool anchored = isfinite(draw.anchor);
     draws &= anchored;

@@ -8,7 +8,6 @@
 namespace nanovllm::kernels {
 
 constexpr int kStepTokens = kBlockTokens;  // of a thread
-constexpr int kStages = 4;                 // steps of a thread in flight
 constexpr int kIndexSize = 10;             // entries of a thread, see Slice::stream
 
 /// The greatest; NaN only if all are.
@@ -27,6 +26,7 @@ __device__ float greatest_of(const float (&x)[kSize]) {
 /// copies, so that each copies what lies next to its neighbours': a ring is a warp's.
 template <class T>
 struct Slice {
+  static constexpr int kStages = 16 / sizeof(T);           // steps of a thread in flight
   static constexpr int kAccess = 16 / sizeof(T);           // tokens
   static constexpr int kAccesses = kStepTokens / kAccess;  // of a step
   static constexpr int kBlockStep = kStepTokens * kSampleThreads;

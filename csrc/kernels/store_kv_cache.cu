@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kThreads) store_kv_cache_kernel(const StoreKvC
     const auto k = Packed::load(from_k), v = Packed::load(from_v);
     if (slot < 0) return;
     const CacheSlot at(c, slot);
-    store_pack(k, static_cast<Cache*>(c.k) + at.k + head * c.k_stride_head + d, k_scale);
-    store_pack(v, static_cast<Cache*>(c.v) + at.v + head * c.v_stride_head + d, v_scale);
+    to_cache<Cache>(k, k_scale).store(static_cast<Cache*>(c.k) + at.k + head * c.k_stride_head + d);
+    to_cache<Cache>(v, v_scale).store(static_cast<Cache*>(c.v) + at.v + head * c.v_stride_head + d);
   }
 }
 

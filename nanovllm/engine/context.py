@@ -20,7 +20,8 @@ class Context:
     """
 
     slot_mapping: Tensor
-    """[T] int64: where row r's key and value go, block * block_size + offset; -1 stores nothing."""
+    """[T] int64: where row r's key and value go, block * block_size + offset; -1 stores nothing. Unset in a pure decode
+    whose layers find the slots themselves."""
     num_decode: int
     """D; 0 for a pure prefill, T for a pure decode."""
     decode_block_tables: Tensor | None

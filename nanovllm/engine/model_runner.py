@@ -17,7 +17,7 @@ from nanovllm.engine.batch import Batch, Chunk
 from nanovllm.engine.context import Context, set_context
 from nanovllm.engine.kv_cache import block_bytes, max_useful_blocks, num_blocks_in_bytes, num_blocks_on_gpu
 from nanovllm.engine.row_table import Arrays, RowTable
-from nanovllm.engine.staging import FixedInputs, StagingBuffer
+from nanovllm.engine.staging import FixedInputs, StagingBuffer, device_view
 from nanovllm.engine.step_graphs import MAX_GRAPH_TOKENS, DecodeGraphs, FusedDecodeGraphs, MixedGraphs, StepGraphs
 from nanovllm.layers.logits import Logprobs, process_row
 from nanovllm.models.config import ModelConfig
@@ -33,12 +33,12 @@ _GRAPH_MARGIN = 4 << 20  # bytes a captured graph may take beyond the shared poo
 class StepHandle:
     """Where the results of a launched step will be.
 
-    token_ids: [>= num_sampled] int64 on the host, written by the device; index: where batch.sampled is in it, None for
-    its first places. event: when it is written; None: at once. start: when the device began, where it is timed.
+    token_ids: [>= num_sampled] int64 on the host, written by the device; index: where batch.sampled is in it.
+    event: when it is written; None: at once. start: when the device began, where it is timed.
     """
 
-    token_ids: Tensor
-    index: np.ndarray | None = None
+    token_ids: np.ndarray
+    index: np.ndarray | slice
     event: torch.cuda.Event | None = None
     logprobs: Logprobs | None = None
     start: torch.cuda.Event | None = None
@@ -83,8 +83,10 @@ class ModelRunner:
             torch.zeros(tokens, dtype=torch.int64, device=device) for _ in range(3)
         )
         pin = device.type == "cuda"
-        # Results of steps take turns: with one step in flight the ones before may still be read.
-        self._host_token_ids = [torch.empty(rows, dtype=torch.int64, pin_memory=pin) for _ in range(2)]
+        # Token ids of steps, which the device writes; they take turns: with one step in flight the ones before may
+        # still be read. A graph may have places for more sequences than run at once.
+        self._host_results = torch.empty(2, 2 * rows, dtype=torch.int64, pin_memory=pin)
+        self.results = device_view(self._host_results, device)
         self._events = [torch.cuda.Event() for _ in range(2)] if pin else []
         self._turn = 0
         self.times_steps = False  # on CUDA: with events, for an observer
@@ -94,6 +96,7 @@ class ModelRunner:
         self.workspace = torch.zeros(numel, dtype=torch.float32, device=device)
         self.allocate_kv_cache(0)
         self.warmup_model()
+        self.decodes_by_rope_attention = all(a.decodes_by_rope for a in self._attentions())
         self.graphs: list[StepGraphs] = []
         self.decoder_step = self._make_decoder_step()
         if device.type == "cuda" and not config.enforce_eager:
@@ -130,8 +133,12 @@ class ModelRunner:
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """One tensor [2, layers, blocks, block_size, kv_heads, head_dim]; each attention layer gets its views."""
         self.kv_cache = self._empty_cache(num_blocks)
-        for layer, attention in enumerate(m for m in self.model.modules() if hasattr(m, "k_cache")):
+        for layer, attention in enumerate(self._attentions()):
             attention.k_cache, attention.v_cache = self.kv_cache[0, layer], self.kv_cache[1, layer]
+
+    def _attentions(self) -> list[Any]:
+        """The attention layers, in order."""
+        return [m for m in self.model.modules() if hasattr(m, "k_cache")]
 
     def warmup_model(self) -> None:
         """One prefill as large as steps get (small on CPU, where no memory is measured), before there are pages."""
@@ -164,8 +171,9 @@ class ModelRunner:
         logits = self.run_model(
             self.input_ids[:total], positions, context, torch.arange(num_sampled, device=self.device)
         )
-        token_ids = torch.empty(num_sampled, dtype=torch.int64, device=self.device)
-        self.sample(token_ids, logits, {n: t[:num_sampled] for n, t in self.rows.params.items()}, token_ids)
+        token_ids = torch.zeros(num_sampled, dtype=torch.int64, device=self.device)
+        turn = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.sample(token_ids, logits, {n: t[:num_sampled] for n, t in self.rows.params.items()}, token_ids, turn)
 
     def _make_decoder_step(self) -> DecoderStep | None:
         """The fused step for graphs of few rows, where the model, the cache and the options allow it."""
@@ -217,6 +225,7 @@ class ModelRunner:
 
     def _launch(self, batch: Batch) -> StepHandle:
         seqs = batch.decodes + [c.seq for c in batch.chunks]
+        self._turn ^= 1
         arrays = self.rows.changes(seqs, batch.moves)
         rows = np.fromiter((s.row for s in seqs), np.int64, len(seqs))
         graphs, bucket = self.find_graph(batch, rows)
@@ -227,14 +236,11 @@ class ModelRunner:
         if graphs is not None:
             sent = self.staging.send(arrays) if arrays else {}
             self.rows.apply(sent)
-            graph = graphs.launch(bucket, batch, rows)
-            token_ids, logits = graph.token_ids, graph.logits
-            if places is None:
-                token_ids = token_ids[: batch.num_sampled]
+            logits = graphs.launch(bucket, batch, rows, self._turn).logits
         else:
-            token_ids, logits, sent = self._launch_eagerly(batch, rows, arrays)
-        logprobs = self._sample_special(batch, special, sent, logits, token_ids) if special else None
-        return self._handle(token_ids, places, logprobs)
+            logits, sent = self._launch_eagerly(batch, rows, arrays)
+        logprobs = self._sample_special(batch, special, sent, logits) if special else None
+        return self._handle(slice(batch.num_sampled) if places is None else places, logprobs)
 
     def find_graph(self, batch: Batch, rows: np.ndarray) -> tuple[StepGraphs | None, Any]:
         for graphs in self.graphs:
@@ -243,8 +249,8 @@ class ModelRunner:
                 return graphs, bucket
         return None, None
 
-    def _launch_eagerly(self, batch: Batch, rows: np.ndarray, more: Arrays) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Token ids and logits of batch.sampled, and what was sent: the step's own arrays and `more`."""
+    def _launch_eagerly(self, batch: Batch, rows: np.ndarray, more: Arrays) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits of batch.sampled, and what was sent: the step's own arrays and `more`."""
         num_decode = len(batch.decodes)
         arrays = self.prepare_decode(batch.decode_ends)
         arrays |= self.prepare_prefill(batch.chunks)
@@ -254,6 +260,7 @@ class ModelRunner:
             (np.arange(num_decode, dtype=np.int32), arrays["cu_seqlens_q"] + np.int32(num_decode))
         )
         arrays |= self.prepare_sample(batch, rows, arrays)
+        arrays["turn"] = np.array([self._turn], np.int32)
         t = self.staging.send(arrays | more)
         self.rows.apply(t)
 
@@ -282,30 +289,26 @@ class ModelRunner:
             max_seqlen_q=max((c.end - c.start for c in batch.chunks), default=0),
         )
         logits = self.run_model(input_ids, positions, context, t["logits_indices"])
-        token_ids = torch.empty(batch.num_sampled, dtype=torch.int64, device=self.device)
         if batch.num_sampled:
+            token_ids = torch.empty(batch.num_sampled, dtype=torch.int64, device=self.device)
             params = {name: tensor[t["sampled_rows"]] for name, tensor in self.rows.params.items()}
-            self.sample(token_ids, logits, params, t["sample_positions"])
+            self.sample(token_ids, logits, params, t["sample_positions"], t["turn"])
             self.rows.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
-        return token_ids, logits, t
+        return logits, t
 
-    def _handle(self, token_ids: Tensor, index: np.ndarray | None, logprobs: Logprobs | None = None) -> StepHandle:
-        """Starts the copy of the token ids to the host."""
-        if self.device.type == "cpu":
-            return StepHandle(token_ids, index, None, logprobs)
-        self._turn ^= 1
-        host = self._host_token_ids[self._turn][: len(token_ids)]
-        host.copy_(token_ids, non_blocking=True)
-        event = torch.cuda.Event(enable_timing=True) if self.times_steps else self._events[self._turn]
-        event.record()
-        return StepHandle(host, index, event, logprobs)
+    def _handle(self, index: np.ndarray | slice, logprobs: Logprobs | None) -> StepHandle:
+        """Of the step that was just enqueued."""
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True) if self.times_steps else self._events[self._turn]
+            event.record()
+        return StepHandle(self._host_results[self._turn].numpy(), index, event, logprobs)
 
     def collect(self, handle: StepHandle) -> tuple[list[int], dict[int, dict[int, Logprob]]]:
         """Waits for a step: its token ids, and logprobs by index among them for the rows that want any."""
         if handle.event is not None:
             handle.event.synchronize()
-        token_ids = handle.token_ids if handle.index is None else handle.token_ids.numpy()[handle.index]
-        return token_ids.tolist(), handle.logprobs.to_dicts() if handle.logprobs else {}
+        return handle.token_ids[handle.index].tolist(), handle.logprobs.to_dicts() if handle.logprobs else {}
 
     def run_model(
         self, input_ids: Tensor, positions: Tensor, context: Context, logits_indices: Tensor | None = None
@@ -315,11 +318,15 @@ class ModelRunner:
             hidden = self.model(input_ids, positions)
             return self.model.compute_logits(hidden if logits_indices is None else hidden[logits_indices])
 
-    def sample(self, token_ids: Tensor, logits: Tensor, params: dict[str, Tensor], positions: Tensor) -> None:
-        """ops.sample with the parameters of some rows, on rank 0, whose tokens the other ranks get."""
-        p = params
+    def sample(
+        self, token_ids: Tensor, logits: Tensor, params: dict[str, Tensor], positions: Tensor, turn: Tensor | None
+    ) -> None:
+        """ops.sample with the parameters of some rows, on rank 0, whose tokens the other ranks get. On rank 0 they go
+        to results[turn] too, unless turn is None."""
         if self.group.rank == 0:
-            ops.sample(token_ids, logits, p["temperature"], p["top_k"], p["top_p"], p["min_p"], p["seeds"], positions)
+            p = [params[name] for name in ("temperature", "top_k", "top_p", "min_p", "seeds")]
+            results = None if turn is None else self.results[:, : len(token_ids)]
+            ops.sample(token_ids, logits, *p, positions, results, turn)
         self.group.broadcast(token_ids)
 
     def check_health(self) -> None:
@@ -403,7 +410,7 @@ class ModelRunner:
         }
 
     def _sample_special(
-        self, batch: Batch, special: list[int], sent: dict[str, Tensor], logits: Tensor, token_ids: Tensor
+        self, batch: Batch, special: list[int], sent: dict[str, Tensor], logits: Tensor
     ) -> Logprobs | None:
         """Samples them again from their processed logits, and puts that in the place of what the step gave them.
 
@@ -417,8 +424,8 @@ class ModelRunner:
             process_row(row, seq, len(seq) - 1 - seq.num_prompt_tokens)
         params = {name: tensor.index_select(0, rows) for name, tensor in self.rows.params.items()}
         again = torch.empty(len(special), dtype=torch.int64, device=self.device)
-        self.sample(again, processed, params, sent["special_positions"])
-        token_ids.index_copy_(0, places, again)
+        self.sample(again, processed, params, sent["special_positions"], None)
+        self.results[self._turn].index_copy_(0, places, again)
         self.rows.last_token_ids.index_copy_(0, rows, again)
         wanted = [i for i, seq in enumerate(seqs) if seq.params.logprobs is not None]
         if not wanted:

@@ -1,4 +1,4 @@
-"""One copy to the device a step: all host arrays of the step travel in one buffer."""
+"""What a step sends to the device, all of its host arrays in one buffer; and host memory that the device writes."""
 
 from __future__ import annotations
 
@@ -21,6 +21,28 @@ def _host_buffers(num_bytes: int, device: torch.device) -> list[torch.Tensor]:
     """Two buffers that take turns, pinned for CUDA: with one step in flight the copy of the step before may still be
     under way when the next one is filled."""
     return [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda") for _ in range(2)]
+
+
+class _Memory:
+    """What torch.as_tensor takes for a tensor at an address."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": f"<i{tensor.itemsize}",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def device_view(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The memory of a contiguous tensor, on the device or pinned on the host, as a tensor on the device; not owned.
+
+    A kernel reads and writes pinned memory through the bus: for a few words, faster than a copy.
+    """
+    if device.type == "cpu":
+        return tensor
+    return torch.as_tensor(_Memory(tensor), device=device).view(tensor.dtype)
 
 
 class StagingBuffer:

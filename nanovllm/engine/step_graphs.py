@@ -16,7 +16,7 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.context import Context
-from nanovllm.engine.staging import InputLayout
+from nanovllm.engine.staging import InputLayout, device_view
 from nanovllm.models.decoder_step import MAX_FUSED_ROWS, MAX_FUSED_TOKENS
 
 if TYPE_CHECKING:
@@ -73,39 +73,26 @@ def smallest_mixed_bucket(
     return None
 
 
-class _Memory:
-    """What torch.as_tensor takes for a tensor at an address."""
+def capture(step: Callable[[], Tensor], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """A graph of what `step` enqueues, and its logits, which every replay writes. `step` ran before.
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "typestr": f"<i{tensor.itemsize}",
-            "data": (tensor.data_ptr(), False),
-            "version": 3,
-        }
-
-
-def borrowed(tensor: Tensor) -> Tensor:
-    """The same memory, not owned: the graphs of a pool go on sharing it, and what one left lasts until another runs."""
-    return torch.as_tensor(_Memory(tensor.contiguous()), device=tensor.device).view(tensor.dtype)
-
-
-def capture(step: Callable[[], tuple[Tensor, Tensor]], pool: Any) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-    """A graph of what `step` enqueues, and its token ids and logits, which every replay writes. `step` ran before."""
+    The logits are not owned: the graphs of a pool go on sharing their memory, and what one left lasts until another
+    runs.
+    """
     graph = torch.cuda.CUDAGraph()
     # thread_local: what other threads do meanwhile (the tokenizer is being loaded) does not concern the capture.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        token_ids, logits = step()
-    return graph, token_ids, borrowed(logits)
+        logits = step()
+    return graph, device_view(logits.contiguous(), logits.device)
 
 
 @dataclass(slots=True)
 class StepGraph:
-    """A captured step: fill inputs.arrays(), launch, and the sampled tokens are in token_ids, of logits [.., vocab]."""
+    """A captured step: fill inputs.arrays(), launch, and the sampled tokens are in the runner's results, of logits
+    [.., vocab]."""
 
     graph: torch.cuda.CUDAGraph
     inputs: InputLayout
-    token_ids: Tensor
     logits: Tensor
 
     def launch(self) -> None:
@@ -128,8 +115,8 @@ class StepGraphs(ABC, Generic[Bucket]):
         """What a step sends: name -> (elements, dtype)."""
 
     @abstractmethod
-    def _step(self, bucket: Bucket, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Enqueues a step with the inputs `t`; its sampled token ids, and their logits."""
+    def _step(self, bucket: Bucket, t: dict[str, Tensor]) -> Tensor:
+        """Enqueues a step with the inputs `t`; the logits of its sampled token ids."""
 
     @abstractmethod
     def find(self, batch: Batch, rows: np.ndarray) -> Bucket | None:
@@ -137,11 +124,11 @@ class StepGraphs(ABC, Generic[Bucket]):
 
     @abstractmethod
     def places(self, rows: np.ndarray) -> np.ndarray | None:
-        """Where in token_ids and logits those of batch.sampled are; None: in the first places."""
+        """Where in the results and logits those of batch.sampled are; None: in the first places."""
 
     @abstractmethod
-    def launch(self, bucket: Bucket, batch: Batch, rows: np.ndarray) -> StepGraph:
-        """Replays the step."""
+    def launch(self, bucket: Bucket, batch: Batch, rows: np.ndarray, turn: int) -> StepGraph:
+        """Replays the step; `turn`: which of the runner's results gets its token ids."""
 
     def capture(self, buckets: list[Bucket] | None = None) -> None:
         """Captures the graphs of `buckets` (default: all), the largest first, and runs each once."""
@@ -153,9 +140,9 @@ class StepGraphs(ABC, Generic[Bucket]):
                 self._step(bucket, inputs.tensors)
             for bucket, inputs in layouts.items():
                 self._fill_padding(inputs)
-                graph, token_ids, logits = capture(partial(self._step, bucket, inputs.tensors), self._pool)
+                graph, logits = capture(partial(self._step, bucket, inputs.tensors), self._pool)
                 graph.replay()  # the first replay uploads the graph
-                self._graphs[bucket] = StepGraph(graph, inputs, token_ids, logits)
+                self._graphs[bucket] = StepGraph(graph, inputs, logits)
 
     def _fill_padding(self, inputs: InputLayout) -> None:
         """Inputs of a step without sequences: nothing is stored or read."""
@@ -167,7 +154,8 @@ class DecodeGraphs(StepGraphs[int]):
     """Steps of decodes only; the graph of B covers rows 0..B-1 of the row table.
 
     A step sends, for each row, its context length (0: the row does not decode, it writes nothing and keeps its last
-    token) and what follows from it; all else is on the device already.
+    token) and what follows from it; all else is on the device already. Where the layers rotate and store within
+    attention, nobody needs positions and slots.
     """
 
     def __init__(self, runner: ModelRunner, pool: Any) -> None:
@@ -180,22 +168,22 @@ class DecodeGraphs(StepGraphs[int]):
             "context_lens": (size, np.int32),
             "start_pos": (size, np.int32),
             "sample_positions": (size, np.int64),
+            "turn": (1, np.int32),
         }
 
-    def _step(self, size: int, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        r, lens = self._runner, t["context_lens"]
-        last = r.rows.last_token_ids[:size]
+    def _step(self, size: int, t: dict[str, Tensor]) -> Tensor:
+        rows = self._runner.rows
         logits = self._logits(size, t)
-        sampled = torch.empty_like(last)
-        r.sample(sampled, logits, {n: p[:size] for n, p in r.rows.params.items()}, t["sample_positions"])
-        torch.where(lens > 0, sampled, last, out=last)
-        return sampled, logits
+        params = {n: p[:size] for n, p in rows.params.items()}
+        self._runner.sample(rows.last_token_ids[:size], logits, params, t["sample_positions"], t["turn"])
+        return logits
 
     def _logits(self, size: int, t: dict[str, Tensor]) -> Tensor:
         r = self._runner
         lens, tables, last = t["context_lens"], r.rows.block_tables[:size], r.rows.last_token_ids[:size]
         positions, slots = r.positions[:size], r.slots[:size]
-        ops.slot_mapping(positions, slots, tables, self._cu_seqlens[: size + 1], t["start_pos"], r.block_size)
+        if not r.decodes_by_rope_attention:
+            ops.slot_mapping(positions, slots, tables, self._cu_seqlens[: size + 1], t["start_pos"], r.block_size)
         ops.decode_plan(r.plan, lens, r.model_config.num_kv_heads, r.block_size)
         context = Context(
             slot_mapping=slots,
@@ -221,14 +209,19 @@ class DecodeGraphs(StepGraphs[int]):
     def places(self, rows: np.ndarray) -> np.ndarray:
         return rows
 
-    def launch(self, size: int, batch: Batch, rows: np.ndarray) -> StepGraph:
+    def positions(self, size: int) -> Tensor:
+        """Of the last step of this size, by row."""
+        return self._graphs[size].inputs.tensors["start_pos"]
+
+    def launch(self, size: int, batch: Batch, rows: np.ndarray, turn: int) -> StepGraph:
         graph = self._graphs[size]
         arrays = graph.inputs.arrays()
-        lens = arrays["context_lens"]
+        lens, positions = arrays["context_lens"], arrays["sample_positions"]
         lens.fill(0)
-        lens[rows] = batch.decode_ends
+        positions.fill(-1)
+        lens[rows] = positions[rows] = batch.decode_ends
         np.subtract(lens, 1, out=arrays["start_pos"])
-        arrays["sample_positions"][:] = lens
+        arrays["turn"][0] = turn
         graph.launch()
         return graph
 
@@ -276,9 +269,10 @@ class MixedGraphs(StepGraphs[MixedBucket]):
             "logits_indices": (seqs, np.int64),
             "sampled_rows": (seqs, np.int64),
             "sample_positions": (seqs, np.int64),
+            "turn": (1, np.int32),
         }
 
-    def _step(self, bucket: MixedBucket, t: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _step(self, bucket: MixedBucket, t: dict[str, Tensor]) -> Tensor:
         r, num_decode = self._runner, bucket.decodes
         tables = r.rows.block_tables.index_select(0, t["rows"])
         input_ids, positions, slots = t["input_ids"], r.positions[: bucket.tokens], r.slots[: bucket.tokens]
@@ -305,9 +299,9 @@ class MixedGraphs(StepGraphs[MixedBucket]):
         logits = r.run_model(input_ids, positions, context, t["logits_indices"])
         params = {name: p.index_select(0, t["sampled_rows"]) for name, p in r.rows.params.items()}
         token_ids = torch.empty_like(t["sampled_rows"])
-        r.sample(token_ids, logits, params, t["sample_positions"])
+        r.sample(token_ids, logits, params, t["sample_positions"], t["turn"])
         r.rows.last_token_ids.index_copy_(0, t["sampled_rows"], token_ids)
-        return token_ids, logits
+        return logits
 
     def find(self, batch: Batch, rows: np.ndarray) -> MixedBucket | None:
         if not batch.chunks:
@@ -318,9 +312,11 @@ class MixedGraphs(StepGraphs[MixedBucket]):
     def places(self, rows: np.ndarray) -> None:
         return None
 
-    def launch(self, bucket: MixedBucket, batch: Batch, rows: np.ndarray) -> StepGraph:
+    def launch(self, bucket: MixedBucket, batch: Batch, rows: np.ndarray, turn: int) -> StepGraph:
         graph = self._graphs[bucket]
-        fill_mixed_inputs(graph.inputs.arrays(), bucket, batch, rows, self._runner.rows.spare_row)
+        arrays = graph.inputs.arrays()
+        fill_mixed_inputs(arrays, bucket, batch, rows, self._runner.rows.spare_row)
+        arrays["turn"][0] = turn
         graph.launch()
         return graph
 
@@ -328,7 +324,7 @@ class MixedGraphs(StepGraphs[MixedBucket]):
 def fill_mixed_inputs(
     a: dict[str, np.ndarray], bucket: MixedBucket, batch: Batch, rows: np.ndarray, spare_row: int
 ) -> None:
-    """Writes the arrays of MixedGraphs for a batch.
+    """Writes the arrays of MixedGraphs for a batch, but for the turn.
 
     Unused places have no tokens and the spare row; tokens past the last sequence get slot -1 on the device.
     """

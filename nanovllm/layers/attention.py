@@ -2,7 +2,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.engine.context import get_context
+from nanovllm.engine.context import Context, get_context
 from nanovllm.layers.attention_backends import AttentionBackend, NativeAttention
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.rotary import RotaryEmbedding
@@ -43,13 +43,21 @@ class Attention(Layer):
         """k_scale and v_scale where the cache is fp8; a cache of the model's dtype has none."""
         return (self.k_scale, self.v_scale) if self.k_cache.dtype == torch.float8_e4m3fn else (None, None)
 
+    @property
+    def decodes_by_rope(self) -> bool:
+        """Whether a step of decodes alone is one operator here, which needs no positions and slots."""
+        rotary_dim, device = self.rotary_emb.cos_sin.shape[1], self.k_cache.device
+        return isinstance(self.backend, NativeAttention) and ops.rope_attention_decode_takes(
+            self.head_dim, rotary_dim, device
+        )
+
     def forward(
         self, qkv: Tensor, positions: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None
     ) -> Tensor:
         """Attention output of every row.
 
         Args:
-            qkv: [T, (num_q_heads + 2 num_kv_heads) * head_dim] projections; q and k are normed and rotated in
+            qkv: [T, (num_q_heads + 2 num_kv_heads) * head_dim] projections; q and k may be normed and rotated in
                 place.
             positions: [T] int64, each row's position in its sequence.
             q_weight, k_weight: [head_dim] weights of the RMS norm over each head of q and k; None: no norm.
@@ -57,6 +65,8 @@ class Attention(Layer):
             [T, num_q_heads * head_dim].
         """
         context = get_context()
+        if context.max_seqlen_q == 0 and self.decodes_by_rope:
+            return self._decode(qkv, q_weight, k_weight, context)
         ops.qk_norm_rope_store(
             qkv,
             q_weight,
@@ -80,4 +90,25 @@ class Attention(Layer):
         if context.max_seqlen_q > 0:
             first = num_decode if context.first_prefill_row is None else context.first_prefill_row
             self.backend.prefill(self, *(x[first:] for x in (out, q, k, v)), context)
+        return out.flatten(1)
+
+    def _decode(self, qkv: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, context: Context) -> Tensor:
+        out = qkv.new_empty(qkv.shape[0], self.num_q_heads, self.head_dim)
+        ops.rope_attention_decode(
+            out,
+            qkv,
+            q_weight,
+            k_weight,
+            self.rotary_emb.cos_sin,
+            self.k_cache,
+            self.v_cache,
+            context.decode_block_tables,
+            context.decode_context_lens,
+            context.plan,
+            context.workspace,
+            *self.cache_scales,
+            self.eps,
+            self.scale,
+            past_complete=True,  # since the step's plan, nothing but this stored anything
+        )
         return out.flatten(1)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
     from nanovllm.layers.linear import LinearBase
 
-_MAX_NUMEL = 1 << 23  # of a weight; larger ones fill the GPU through cuBLAS
+# Of a weight; larger ones fill the GPU through cuBLAS, but for few rows of x, of which all fit into shared memory, and
+# a weight of very many rows: a head.
+_MAX_NUMEL = 1 << 23
+_TALL, _TALL_X_NUMEL, _TALL_ROWS = 1 << 15, 1 << 16, 64
 _runs_on = functools.cache(ops.decode_linear_runs_on)
 
 
@@ -35,10 +38,12 @@ class HalfNormed:
 
 def is_decode_product(num_tokens: int, weight: Tensor) -> bool:
     """Whether ops.decode_linear is the fastest for this product, by benchmarks/bench_decode_linear.py."""
+    n, k = weight.shape
+    is_tall = n > _TALL and num_tokens <= _TALL_ROWS and max(16, num_tokens) * k <= _TALL_X_NUMEL
     return (
         weight.is_cuda
         and num_tokens <= MAX_ROWS
-        and weight.numel() <= _MAX_NUMEL
+        and (weight.numel() <= _MAX_NUMEL or is_tall)
         and weight.dtype != torch.float32
         and weight.shape[0] % 8 == weight.shape[1] % 8 == 0
         and _runs_on(weight.device)

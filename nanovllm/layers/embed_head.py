@@ -2,7 +2,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm import ops
 from nanovllm.layers.layer import Layer
+from nanovllm.layers.layernorm import RMSNorm
 from nanovllm.layers.linear import linear
 from nanovllm.layers.parameter import PackedWeight, make_parameter
 from nanovllm.parallel.group import current_group
@@ -32,6 +34,16 @@ class VocabParallelEmbedding(Layer):
         is_elsewhere = (local < 0) | (local >= part.size)
         rows = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
         return self.group.all_reduce(rows.masked_fill_(is_elsewhere[..., None], 0))
+
+    def forward_and_norm(self, input_ids: Tensor, norm: RMSNorm) -> tuple[Tensor, Tensor]:
+        """The rows of token ids [T], and their norm."""
+        if self.group.size > 1:
+            rows = self(input_ids)
+            return rows, norm(rows)
+        rows = self.weight.new_empty(len(input_ids), self.weight.shape[1])
+        normed = torch.empty_like(rows)
+        ops.embed_rms_norm(normed, rows, input_ids, self.weight, norm.weight, norm.eps)
+        return rows, normed
 
 
 class ParallelLMHead(Layer):

@@ -87,8 +87,7 @@ class DecoderModel(Layer):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        residual = self.embed_tokens(input_ids)
-        hidden_states = self.layers[0].input_layernorm(residual)
+        residual, hidden_states = self.embed_tokens.forward_and_norm(input_ids, self.layers[0].input_layernorm)
         layers = list(self.layers)
         for layer, following in zip(layers, [*layers[1:], None]):
             if following is None:

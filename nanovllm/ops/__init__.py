@@ -7,10 +7,12 @@ from nanovllm.ops.decode_linear import decode_linear, decode_linear_runs_on, dec
 from nanovllm.ops.decode_linear_add import decode_linear_add
 from nanovllm.ops.decode_plan import decode_plan, decode_plan_numel
 from nanovllm.ops.decoder_step import decoder_step, decoder_step_workspace_numel
+from nanovllm.ops.embed_rms_norm import embed_rms_norm
 from nanovllm.ops.paged_attention_decode import decode_workspace_numel, paged_attention_decode
 from nanovllm.ops.paged_attention_prefill import paged_attention_prefill
 from nanovllm.ops.qk_norm_rope_store import qk_norm_rope_store
 from nanovllm.ops.rms_norm import rms_norm
+from nanovllm.ops.rope_attention_decode import rope_attention_decode, rope_attention_decode_takes
 from nanovllm.ops.rotary_embedding import rotary_embedding
 from nanovllm.ops.sample import sample
 from nanovllm.ops.silu_and_mul import silu_and_mul
@@ -32,12 +34,15 @@ __all__ = [
     "decode_workspace_numel",
     "decoder_step",
     "decoder_step_workspace_numel",
+    "embed_rms_norm",
     "has_cuda_kernel",
     "operator_names",
     "paged_attention_decode",
     "paged_attention_prefill",
     "qk_norm_rope_store",
     "rms_norm",
+    "rope_attention_decode",
+    "rope_attention_decode_takes",
     "rotary_embedding",
     "sample",
     "silu_and_mul",

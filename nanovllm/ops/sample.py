@@ -13,6 +13,8 @@ def sample(
     min_p: Tensor,
     seeds: Tensor,
     positions: Tensor,
+    copies: Tensor | None = None,
+    copy: Tensor | None = None,
 ) -> None:
     """token_ids[b] = argmax(x + Gumbel noise) over the tokens that min-p, top-k and top-p leave.
 
@@ -30,17 +32,20 @@ def sample(
     sampled, NaN counts as -inf; a row with nothing else gives 0, a row with +inf its first +inf.
 
     Args:
-        token_ids: [batch] int64, contiguous, written.
+        token_ids: [batch] int64, contiguous, written where positions is not negative.
         logits: [batch, vocab] float32 or bfloat16; last dimension contiguous, row stride free.
         temperature: [batch] float32, contiguous; >= 0.
         top_k: [batch] int32, contiguous; <= 0 or >= vocab is off.
         top_p: [batch] float32, contiguous; >= 1 is off.
         min_p: [batch] float32, contiguous; 0 is off.
         seeds: [batch] int64, contiguous; all 64 bits count.
-        positions: [batch] int64, contiguous; of the token to sample.
+        positions: [batch] int64, contiguous; of the token to sample. Negative: the row is left out, its logits may
+            be anything.
+        copies, copy: [num_copies, batch] int64, last dimension contiguous, and [1] int32: row copy[0] of copies is
+            written like token_ids. It may be host memory that the GPU writes to. None: no copy.
     Raises:
         RuntimeError: a shape, dtype, stride or device does not fit, or the vocabulary is empty; the text names it.
     Source: Maddison, Tarlow, Minka, A* sampling (2014), for the Gumbel-max trick; Salmon et al., Parallel random
         numbers: as easy as 1, 2, 3 (2011), for Philox.
     """
-    _op(token_ids, logits, temperature, top_k, top_p, min_p, seeds, positions)
+    _op(token_ids, logits, temperature, top_k, top_p, min_p, seeds, positions, copies, copy)

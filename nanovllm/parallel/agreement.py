@@ -40,8 +40,9 @@ def _digests(runner: ModelRunner, batch: Batch) -> list[int]:
     rows = [s.row for s in seqs]
     tables = runner.rows.block_tables[rows].cpu().numpy()
     used = np.concatenate([table[: len(s.block_table)] for table, s in zip(tables, seqs)])
-    graphs, _ = runner.find_graph(batch, np.array(rows))
-    positions = runner.positions[rows] if isinstance(graphs, DecodeGraphs) else runner.positions[: batch.num_tokens]
+    graphs, bucket = runner.find_graph(batch, np.array(rows))
+    is_decode = isinstance(graphs, DecodeGraphs)
+    positions = graphs.positions(bucket)[rows] if is_decode else runner.positions[: batch.num_tokens]
     last = runner.rows.last_token_ids[[s.row for s in batch.sampled]]
     arrays = (used, positions.cpu().numpy(), last.cpu().numpy())
     return [xxhash.xxh3_64_intdigest(np.ascontiguousarray(a).tobytes()) >> 1 for a in arrays]

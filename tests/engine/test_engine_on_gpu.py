@@ -46,7 +46,7 @@ def test_greedy_follows_transformers(tmp_path, architecture):
     """Cold and with every prefix in the cache."""
     size = {"hidden_size": 256} if architecture == "Qwen2ForCausalLM" else {}
     path = save_tiny(tmp_path, architecture, **size)
-    ties = NearTies(architecture, "cuda", **size)
+    ties = NearTies.of_tiny(architecture, "cuda", **size)
     for name in CASES[architecture]:
         with make_llm(path, **GPU_OPTIONS[name]) as llm:
             for which in ("cold", "again"):
@@ -101,7 +101,7 @@ def test_memory_comes_back(qwen3):
 def test_logprobs_are_near_fp32s(qwen3):
     with make_llm(qwen3) as llm:
         outputs = llm.generate(PROMPTS[:12], replace(PARAMS, logprobs=5), use_tqdm=False)
-    NearTies("Qwen3ForCausalLM", "cuda").check(PROMPTS[:12], outputs, "logprobs")
+    NearTies.of_tiny("Qwen3ForCausalLM", "cuda").check(PROMPTS[:12], outputs, "logprobs")
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -122,7 +122,7 @@ def test_batches_that_grow_and_shrink_past_every_border(qwen3, overlap):
         finish(llm)
         outputs = [engine.output(r) for r in requests]
         assert [len(o.token_ids) for o in outputs] == [p.max_tokens for p in params]
-        NearTies("Qwen3ForCausalLM", "cuda").check(prompts, outputs, "growing and shrinking")
+        NearTies.of_tiny("Qwen3ForCausalLM", "cuda").check(prompts, outputs, "growing and shrinking")
     assert sizes >= set(range(1, count + 1)), "every batch size, so every border of the graphs' sizes"
 
 
@@ -133,4 +133,4 @@ def test_odd_limits_and_the_longest_context(qwen3, max_num_seqs):
     with make_llm(qwen3, max_num_seqs=max_num_seqs, max_model_len=64) as llm:
         outputs = llm.generate(prompts, replace(PARAMS, max_tokens=99), use_tqdm=False)
         assert [len(o.token_ids) for o in outputs] == [64 - len(p) for p in prompts]
-        NearTies("Qwen3ForCausalLM", "cuda").check(prompts, outputs, f"{max_num_seqs} sequences")
+        NearTies.of_tiny("Qwen3ForCausalLM", "cuda").check(prompts, outputs, f"{max_num_seqs} sequences")

@@ -132,7 +132,7 @@ def test_flash_attn_that_is_not_installed_is_named(monkeypatch):
 @pytest.mark.parametrize("backend", ["native", "torch", pytest.param("flash_attn", marks=needs_flash_attn)])
 def test_tokens_on_the_gpu_follow_transformers(qwen3, backend):
     """In bf16, each token is that of transformers in fp32, or one that bf16's own noise can turn it into."""
-    ties = NearTies("Qwen3ForCausalLM", "cuda")
+    ties = NearTies.of_tiny("Qwen3ForCausalLM", "cuda")
     size = 256 if backend == "flash_attn" else 16
     cuda = {"device": "cuda", "dtype": "bfloat16", "num_kvcache_blocks": 1000, "max_num_seqs": 64}
     for name, options in {"plain": {}, "chunks": {"max_num_batched_tokens": 37}}.items():

@@ -55,6 +55,24 @@ def test_products_of_a_model(rows: int, n: int, k: int, silu_and_mul: bool) -> N
     reference.assert_accurate(out, linear_silu_and_mul if silu_and_mul else reference.linear, x, weight, None)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 16, 17, 33, 64])
+@pytest.mark.parametrize(
+    "n, k, kind",
+    [(151936, 1024, torch.bfloat16), (34832, 200, torch.bfloat16), (50000, 576, torch.float16)],
+)
+def test_heads(rows: int, n: int, k: int, kind: torch.dtype) -> None:
+    """Weights of so many rows have a kernel of their own."""
+    out, x, weight, bias = make(rows, n, k, "cuda", kind)
+    wide = torch.full((rows, n + 16), float("nan"), device="cuda", dtype=kind)
+    for _ in range(3):
+        ops.decode_linear(out, x, weight, weight_complete=True)
+    ops.decode_linear(wide[:, 8:-8], x, weight, bias)
+    for got, with_bias in ((out, None), (wide[:, 8:-8], bias)):
+        reference.assert_accurate(got, reference.linear, x, weight, with_bias)
+    assert wide[:, :8].isnan().all() and wide[:, -8:].isnan().all()
+
+
 @pytest.mark.parametrize("rows", [3, 40, 70])
 @pytest.mark.parametrize("k", [8, 200, 576])
 def test_the_rest_of_a_norm(device: str, dtype: torch.dtype, rows: int, k: int) -> None:

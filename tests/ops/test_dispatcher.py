@@ -43,6 +43,11 @@ def add_rms_norm(device: str) -> Args:
     return out, torch.randn_like(x), x, weight, eps
 
 
+def embed_rms_norm(device: str) -> Args:
+    out, table, weight, eps = rms_norm(device)
+    return out, torch.zeros_like(out), torch.tensor([2, 0, 2], device=device), table, weight, eps
+
+
 def all_reduce(device: str) -> Args:
     """One rank alone."""
     x, residual = torch.randn(2, 3, 64, device=device).to(torch.bfloat16)
@@ -124,6 +129,14 @@ def paged_attention_decode(device: str) -> Args:
     return torch.zeros_like(q), q, *cache, block_tables, context_lens, plan, workspace, None, None, 0.125, False
 
 
+def rope_attention_decode(device: str) -> Args:
+    out, _, *rest = paged_attention_decode(device)
+    *rest, scale, past_complete = rest
+    qkv = torch.randn(1, (4 + 2 * 2) * 64, device=device).to(DTYPE[device])
+    weights = torch.randn(2, 64, device=device).to(DTYPE[device])
+    return out, qkv, *weights, reference.cos_sin_table(512, 64, device=device), *rest, 1e-6, scale, past_complete
+
+
 _held: list[Tensor] = []  # weights that a sample names by address
 
 
@@ -177,7 +190,9 @@ def sample_tokens(device: str) -> Args:
     temperature = torch.tensor([0.0, 1.0, 0.7], device=device)
     top_k = torch.tensor([-1, 5, 0], device=device, dtype=torch.int32)
     top_p, min_p = torch.tensor([[1.0, 0.9, 0.5], [0.0, 0.0, 0.1]], device=device)
-    return token_ids, logits, temperature, top_k, top_p, min_p, torch.arange(3, device=device), token_ids + 9
+    seeds, positions = torch.arange(3, device=device), token_ids + 9
+    copies, copy = torch.zeros(2, 3, dtype=torch.int64, device=device), torch.ones(1, dtype=torch.int32, device=device)
+    return token_ids, logits, temperature, top_k, top_p, min_p, seeds, positions, copies, copy
 
 
 # Arguments in the order of the schema; the same shapes at every call, other values after another seed.
@@ -188,10 +203,12 @@ SAMPLES: dict[str, Callable[[str], Args]] = {
     "decode_linear_add": decode_linear_add,
     "decode_plan": decode_plan,
     "decoder_step": decoder_step,
+    "embed_rms_norm": embed_rms_norm,
     "paged_attention_decode": paged_attention_decode,
     "paged_attention_prefill": paged_attention_prefill,
     "qk_norm_rope_store": qk_norm_rope_store,
     "rms_norm": rms_norm,
+    "rope_attention_decode": rope_attention_decode,
     "rotary_embedding": rotary_embedding,
     "sample": sample_tokens,
     "silu_and_mul": silu_and_mul,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm import ops
+from nanovllm.engine.staging import device_view
 
 DTYPES = {"temperature": torch.float32, "top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32}
 OFF = {"temperature": 1.0, "top_k": -1, "top_p": 1.0, "min_p": 0.0}
@@ -234,10 +235,31 @@ def test_strided_rows_and_no_rows(device: str) -> None:
     assert sample(wide[:0]).shape == (0,)
 
 
+def test_rows_left_out_and_copies(device: str) -> None:
+    """Rows with a negative position keep what they have, whatever their logits and parameters are."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 300, device=device)
+    logits[[1, 4]] = NAN
+    want = sample(logits, torch.arange(5), torch.arange(5))
+    f32 = torch.ones(5, device=device)
+    positions = torch.tensor([0, -1, 2, 3, -1], device=device)
+    token_ids = torch.full((5,), -7, device=device)
+    host = torch.full((3, 8), -9, pin_memory=device != "cpu")
+    seen = device_view(host, torch.device(device))
+    params = f32, (0 * f32).int(), f32, 0 * f32, torch.arange(5, device=device), positions
+    copy = torch.tensor([2], dtype=torch.int32, device=device)
+    ops.sample(token_ids, logits, *params, seen[:, 1:6], copy)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    kept = [want[0].item(), -7, want[2].item(), want[3].item(), -7]
+    assert token_ids.tolist() == kept
+    assert host[:2].eq(-9).all() and host[2].tolist() == [-9, *(-9 if t == -7 else t for t in kept), -9, -9]
+
+
 def test_errors() -> None:
     def arguments() -> list[Tensor]:
         logits, ids, f32 = torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64), torch.ones(3)
-        return [ids, logits, f32, f32.int(), f32.clone(), f32.clone(), ids.clone(), ids.clone()]
+        return [ids, logits, f32, f32.int(), f32.clone(), f32.clone(), ids.clone(), ids.clone(), None, None]
 
     cases = [
         (0, torch.zeros(3), "token_ids: expected dtype int64, got float32"),
@@ -247,6 +269,7 @@ def test_errors() -> None:
         (2, torch.ones(2), "temperature: expected batch = 3 (from logits) in dimension 0, got 2"),
         (3, torch.ones(3), "top_k: expected dtype int32, got float32"),
         (6, torch.ones(6, dtype=torch.int64)[::2], "seeds: expected a contiguous tensor, got a strided one"),
+        (8, torch.zeros(2, 3, dtype=torch.int64), "copy: expected a tensor or None as copies is"),
     ]
     for i, value, message in cases:
         args = arguments()
@@ -254,3 +277,6 @@ def test_errors() -> None:
         with pytest.raises(RuntimeError) as error:
             ops.sample(*args)
         assert str(error.value).startswith("sample: " + message)
+    args = [*arguments()[:8], torch.zeros(2, 3, dtype=torch.int64), torch.tensor([2], dtype=torch.int32)]
+    with pytest.raises(RuntimeError, match="sample: copy: expected 0 to 1, got 2"):
+        ops.sample(*args)

@@ -38,7 +38,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 def test_tokens(model):
     """Graphs, and eager steps with the GPUs in another order."""
-    ties = NearTies("LlamaForCausalLM", "cuda:0", **FIELDS)
+    ties = NearTies.of_tiny("LlamaForCausalLM", "cuda:0", **FIELDS)
     free = []
     for size in SIZES:
         for first, options in ((0, {}), (1, {"enforce_eager": True, "check_agreement": True})):

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every GPU test, then every kernel benchmark and the engine's; JSON in the folder given (default benchmarks/results).
+# Every GPU test, then the engine's benchmark and every kernel's; JSON in the folder given (default benchmarks/results).
 # Each section says how long it took.
 # From the repository's root, after a build for this GPU:
 #
@@ -18,12 +18,12 @@ section() {
 }
 
 section "GPU tests" python3 -m pytest -q -m gpu -p no:cacheprovider tests
+section engine python3 benchmarks/engine.py --json "$out/engine_$gpu.json"
 for bench in benchmarks/bench_*.py; do
   op=$(basename "$bench" .py)
   op=${op#bench_}
   [ "$op" = ops_cpu ] && continue
   section "$op" python3 "$bench" --json "$out/${op}_$gpu.json"
 done
-section engine python3 benchmarks/engine.py --json "$out/engine_$gpu.json"
 echo "== all: $SECONDS s, status $status"
 exit $status

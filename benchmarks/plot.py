@@ -39,7 +39,10 @@ def bars(result: dict) -> tuple[str, list[tuple[str, float]]]:
         return "% of cuBLAS in the same run", [(name, 100 * value / peak) for name, value in named if value]
     if "peak_gb_s" in result:
         peak = result["peak_gb_s"]
-        named = [(r["shape"], r.get("gb_s")) for r in rows]
+        if rows and "context" in rows[0]:  # decoder_step
+            named = [(f"{r['rows']} x {r['context']:,}", 1000 * r["tb_s"]) for r in rows]
+        else:
+            named = [(r["shape"], r.get("gb_s")) for r in rows]
         return "% of the read bandwidth of the same run", [(name, 100 * value / peak) for name, value in named if value]
     return "", []
 

@@ -45,10 +45,16 @@ class Attention(Layer):
 
     @property
     def decodes_by_rope(self) -> bool:
-        """Whether a step of decodes alone is one operator here, which needs no positions and slots."""
+        """Whether a step of decodes alone is one operator here, which needs no positions and slots.
+
+        Not for an fp8 cache: with half the bytes to read, what the operator does beside reading shows
+        (docs/kernels/paged_attention_decode.md).
+        """
         rotary_dim, device = self.rotary_emb.cos_sin.shape[1], self.k_cache.device
-        return isinstance(self.backend, NativeAttention) and ops.rope_attention_decode_takes(
-            self.head_dim, rotary_dim, device
+        return (
+            isinstance(self.backend, NativeAttention)
+            and self.k_cache.dtype != torch.float8_e4m3fn
+            and ops.rope_attention_decode_takes(self.head_dim, rotary_dim, device)
         )
 
     def forward(

@@ -478,7 +478,7 @@ template <int kDim, int kR>
 cudaError_t launch(const DecoderStepParams& p, int blocks, cudaStream_t stream) {
   const int ring = Layout::of<kDim, kR>(p).ring,
             slots = std::min((kSmemLimit - ring) / kSlotBytes, kMaxSlots);
-  if (slots < kStreamWarps || (p.hidden / 8 + blocks - 1) / blocks > kMaxTiles)
+  if (slots < kGroup || (p.hidden / 8 + blocks - 1) / blocks > kMaxTiles)
     return cudaErrorInvalidConfiguration;
   const auto kernel = decoder_step_kernel<kDim, kR>;
   const int bytes = ring + slots * kSlotBytes;

@@ -203,7 +203,6 @@ __device__ void multiply(Consumer<kR>& c, int depth, int tiles, Fetch const& fet
   const uint32_t weight_offset = c.lane() / 4 * S::kPitch + c.warp() * S::kSteps * 64 + c.lane() % 4 * 16;
   // Columns of the product past the rows mean nothing: their lanes repeat another row.
   const uint32_t x_lane = shared_address(&c.vector(c.warp() * S::kSteps, c.lane()));
-  constexpr int kDeepest = kTile == 16 ? 2 : 3;
 #pragma unroll 1
   for (int first = 0; first < tiles; first += kGroup) {
     const int count = min(kGroup, tiles - first);
@@ -233,8 +232,8 @@ __device__ void multiply(Consumer<kR>& c, int depth, int tiles, Fetch const& fet
             slots.template operator()<3, 1>();
           else if (count == 2)
             slots.template operator()<2, 1>();
-          else if (left >= kDeepest)
-            slots.template operator()<1, kDeepest>();
+          else if (left >= kGroup)
+            slots.template operator()<1, kGroup>();
           else
             left == 2 ? slots.template operator()<1, 2>() : slots.template operator()<1, 1>();
         }

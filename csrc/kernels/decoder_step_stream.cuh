@@ -19,7 +19,7 @@ constexpr int kThreads = 32 * kWarps;  // that compute
 constexpr int kStreamWarps = 2;
 constexpr int kPiece = 16;    // copies of 16 bytes that a lane has in flight: 8 KB a warp
 constexpr int kDepth = 4096;  // columns of a matrix, whose activations are in shared memory at a time
-constexpr int kGroup = 3;     // tiles that are summed up together
+constexpr int kGroup = 3;     // tiles that are summed up together; a warp may wait for as many slots at once
 
 /// A slot holds part of a tile: kTile rows of a matrix, `kSlotDepth` columns. Neighbouring rows are 64 bytes
 /// apart modulo 128, so that 8 lanes reading two rows meet all banks.

@@ -44,8 +44,7 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
       "rope_attention_decode(Tensor(a!) out, Tensor qkv, Tensor? q_weight, Tensor? k_weight, Tensor cos_sin, "
       "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor block_tables, Tensor context_lens, Tensor plan, "
       "Tensor(d!) workspace, Tensor? k_scale, Tensor? v_scale, float eps, float scale, bool past_complete) "
-      "-> "
-      "()");
+      "-> ()");
   // Causal attention of packed queries, aligned to the end of each context; keys packed or paged.
   m.def(
       "paged_attention_prefill(Tensor(a!) out, Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, "
@@ -56,8 +55,7 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
   m.def(
       "decoder_step(Tensor(a!) logits, Tensor(b!) workspace, Tensor(c!) kv_cache, Tensor token_ids, Tensor "
       "block_tables, Tensor context_lens, Tensor layers, Tensor embedding, Tensor norm, Tensor lm_head, "
-      "Tensor "
-      "cos_sin, int num_q_heads, int intermediate_size, float eps) -> ()");
+      "Tensor cos_sin, int num_q_heads, int intermediate_size, float eps) -> ()");
   // One token per row: temperature, min-p, top-k, top-p, Gumbel-max with a counter-based generator.
   m.def(
       "sample(Tensor(a!) token_ids, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "

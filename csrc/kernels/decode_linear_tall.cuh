@@ -134,10 +134,14 @@ __global__ void __launch_bounds__(kTallThreads, 1) tall_kernel(const __grid_cons
 
 inline int tall_tokens(int64_t num_rows) { return num_rows <= 16 ? 16 : num_rows <= 32 ? 32 : 64; }
 
+/// Shared memory beside the ring: x, results, and what aligns them.
+inline int64_t tall_fixed_bytes(int64_t chunks, int tokens) {
+  return 1024 + chunks * tokens * kRowBytes + kTallGroups * tokens * kTallPitch * 2;
+}
+
 /// Stages of the ring that shared memory has room for; less than 4 are not worth it.
 inline int tall_stages(const DecodeLinearParams& p) {
-  const int64_t chunks = (p.k + kChunk - 1) / kChunk, tokens = tall_tokens(p.num_rows);
-  const int64_t room = kTallSmem - 1024 - chunks * tokens * kRowBytes - kTallGroups * tokens * kTallPitch * 2;
+  const int64_t room = kTallSmem - tall_fixed_bytes((p.k + kChunk - 1) / kChunk, tall_tokens(p.num_rows));
   return static_cast<int>(std::min<int64_t>(kMaxStages, room / kTallStageBytes));
 }
 
@@ -150,8 +154,7 @@ inline bool tall_takes(const DecodeLinearParams& p, int num_sms) {
 template <class T, int kTokens>
 cudaError_t launch_tall_tokens(const TallParams& p, int blocks, cudaStream_t stream) {
   const auto kernel = tall_kernel<T, kTokens>;
-  const int bytes = 1024 + p.chunks * kTokens * kRowBytes + p.stages * kTallStageBytes +
-                    kTallGroups * kTokens * kTallPitch * 2;
+  const int bytes = static_cast<int>(tall_fixed_bytes(p.chunks, kTokens)) + p.stages * kTallStageBytes;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
   return launch_pdl(kernel, blocks, kTallThreads, bytes, stream, p);

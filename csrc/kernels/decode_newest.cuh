@@ -77,10 +77,11 @@ template <class Out, class Cache, int kDim>
 struct NewestToken {
   static constexpr int kEach = kDim >= 64 ? kDim / 64 : 1;
   using Part = Pack<Out, kEach>;
+  using Angles = Pack<float, kEach>;
   using L = Layout<Cache, kDim>;
 
   Part key[2], value[2], weight[2];
-  Pack<float, kEach> cos, sin;
+  Angles cos, sin;
   int block, slot;
 
   static __device__ int feature(int half) {
@@ -95,8 +96,8 @@ struct NewestToken {
     const Out* from =
         static_cast<const Out*>(p.q) + at.seq * p.q_stride_row + (p.num_q_heads + at.head) * kDim;
     const float* cos_sin = r.cos_sin + int64_t{position} * kDim;
-    cos = cos.load(cos_sin + feature(0));
-    sin = sin.load(cos_sin + feature(1));
+    cos = Angles::load(cos_sin + feature(0));
+    sin = Angles::load(cos_sin + feature(1));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       key[half] = Part::load(from + feature(half));

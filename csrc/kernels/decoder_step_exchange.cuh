@@ -3,7 +3,7 @@
 // A word of a buffer is kAbsent until its owner publishes it, and readers load until none of their words is.
 // So a hop costs one store and one load through L2: no fence, no counter, no barrier. Words are published
 // whole: a pair of bfloat16 or a float, and neither is ever kAbsent (arithmetic yields the NaNs 0x7fff and
-// 0x7fffffff only). Who published a word makes it kAbsent again once all have read it; see `Janitor`.
+// 0x7fffffff only). Who published a word makes it kAbsent again once all have read it: Step::clear.
 #pragma once
 #include <cstdint>
 

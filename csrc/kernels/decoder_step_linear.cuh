@@ -6,8 +6,8 @@
 // fetches its own part of the activations), and add up through shared memory in the order of their index:
 // deterministic.
 //
-// Loops stay rolled: a block runs through all of the code once a layer, and what does not fit the instruction
-// cache costs more than the arithmetic.
+// Loops stay rolled: a block runs through all of the code once a layer, at full rate as long as that fits the
+// instruction cache, 128 KB.
 #pragma once
 #include "common/convert.cuh"
 #include "common/reduce.cuh"

@@ -4,14 +4,15 @@
 
 namespace nanovllm::ops {
 
-inline void check_heads(const char* op, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim) {
-  check(num_kv_heads > 0 && num_q_heads % num_kv_heads == 0, op, "q",
+inline void check_heads(const char* op, const char* q_arg, int64_t num_q_heads, int64_t num_kv_heads,
+                        int64_t head_dim) {
+  check(num_kv_heads > 0 && num_q_heads % num_kv_heads == 0, op, q_arg,
         "expected num_q_heads to be a multiple of num_kv_heads = ", num_kv_heads, ", got ", num_q_heads);
 #ifdef NV_CUDA
-  check(head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256, op, "q",
+  check(head_dim == 64 || head_dim == 80 || head_dim == 96 || head_dim == 128 || head_dim == 256, op, q_arg,
         "expected head_dim 64, 80, 96, 128 or 256 on CUDA, got ", head_dim);
 #else
-  check(head_dim % 8 == 0, op, "q", "expected head_dim to be a multiple of 8 on CPU, got ", head_dim);
+  check(head_dim % 8 == 0, op, q_arg, "expected head_dim to be a multiple of 8 on CPU, got ", head_dim);
 #endif
 }
 
@@ -51,7 +52,8 @@ inline void check_aligned(const char* op, const char* arg, const Tensor& t) {
           elements, " in dimension ", i, ", got ", t.stride(i));
 }
 
-inline void check_block_size(const char* op, const char* arg, int64_t block_size) {
+/// Not `check_block_size`: ops/kv_cache.h has that.
+inline void check_cuda_block_size(const char* op, const char* arg, int64_t block_size) {
   check(block_size >= 16 && (block_size & (block_size - 1)) == 0, op, arg,
         "expected block_size to be a power of two from 16 on CUDA, got ", block_size);
 }

@@ -29,7 +29,7 @@ inline PagedAttentionDecodeParams check_decode_attention(
   check_dtype(op, "context_lens", context_lens, ScalarType::Int);
   check_dtype(op, "plan", plan, ScalarType::Int);
   check_dtype(op, "workspace", workspace, ScalarType::Float);
-  check_heads(op, q_heads.value, kv_heads.value, dim.value);
+  check_heads(op, q_arg, q_heads.value, kv_heads.value, dim.value);
   check_last_contiguous(op, q_arg, q);
   check_last_contiguous(op, "out", out);
   check_last_contiguous(op, "block_tables", block_tables);
@@ -40,7 +40,7 @@ inline PagedAttentionDecodeParams check_decode_attention(
   if (out.numel() > 0) {
     const int64_t group = q_heads.value / kv_heads.value;
     check(group <= 16, op, q_arg, "expected at most 16 query heads for a KV head on CUDA, got ", group);
-    check_block_size(op, "k_cache", block.value);
+    check_cuda_block_size(op, "k_cache", block.value);
     for (const auto& [arg, tensor] : {std::pair{"out", out},
                                       {q_arg, q},
                                       {"k_cache", k_cache},

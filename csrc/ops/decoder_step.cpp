@@ -77,7 +77,7 @@ void decoder_step(Tensor logits, Tensor workspace, Tensor kv_cache, Tensor token
             rotary_dim.value <= head_dim.value,
         kOp, "cos_sin", "expected at least a row, of an even rotary_dim up to head_dim = ", head_dim.value,
         ", got ", shape(cos_sin));
-  check_block_size(kOp, "kv_cache", block_size.value);
+  check_cuda_block_size(kOp, "kv_cache", block_size.value);
   check(kernels::decoder_step_runs_on(logits.get_device_index()), kOp, "logits",
         "expected a device of compute capability 9.0, got another");
   if (rows.value == 0) return;

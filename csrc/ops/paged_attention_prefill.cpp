@@ -28,7 +28,7 @@ void paged_attention_prefill(Tensor out, Tensor q, Tensor k, Tensor v, Tensor cu
   const DType kv_dtype = check_cache(kOp, q, "k", k, "v", v, k_scale, v_scale);
   check_dtype(kOp, "cu_seqlens_q", cu_seqlens_q, ScalarType::Int);
   check_dtype(kOp, "context_lens", context_lens, ScalarType::Int);
-  check_heads(kOp, q_heads.value, kv_heads.value, dim.value);
+  check_heads(kOp, "q", q_heads.value, kv_heads.value, dim.value);
   check_last_contiguous(kOp, "q", q);
   check_last_contiguous(kOp, "out", out);
   check_contiguous(kOp, "cu_seqlens_q", cu_seqlens_q);
@@ -46,7 +46,7 @@ void paged_attention_prefill(Tensor out, Tensor q, Tensor k, Tensor v, Tensor cu
   check_aligned(kOp, "q", q);
   check_aligned(kOp, "k", k);
   check_aligned(kOp, "v", v);
-  if (paged) check_block_size(kOp, "k", block.value);
+  if (paged) check_cuda_block_size(kOp, "k", block.value);
   check(scale > 0, kOp, "scale", "expected more than 0 on CUDA, got ", scale);
 #endif
   const int slot = paged ? 1 : 0;

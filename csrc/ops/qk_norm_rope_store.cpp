@@ -22,12 +22,7 @@ void qk_norm_rope_store(Tensor qkv, std::optional<Tensor> q_weight, std::optiona
   check(width.value % num_heads == 0, kOp, "qkv", "expected a width that ", num_q_heads, " + 2 * ",
         num_kv_heads, " heads divide, got ", width.value);
   Dim head_dim{"head_dim", width.value / num_heads, "qkv"}, kv_heads{"num_kv_heads", num_kv_heads, "qkv"};
-  for (auto [arg, weight] : {std::pair{"q_weight", &q_weight}, std::pair{"k_weight", &k_weight}}) {
-    if (!weight->has_value()) continue;
-    check_shape(kOp, arg, **weight, {head_dim});
-    check_dtype(kOp, arg, **weight, qkv.scalar_type());
-    check_contiguous(kOp, arg, **weight);
-  }
+  check_norm_weights(kOp, q_weight, k_weight, qkv.scalar_type(), head_dim);
   const Rotary rotary = check_rotary(kOp, cos_sin, positions, tokens, head_dim);
   const KvCache cache = check_kv_cache(kOp, k_cache, v_cache, slots, k_scale, v_scale, dtype,
                                        qkv.scalar_type(), tokens, kv_heads, head_dim);

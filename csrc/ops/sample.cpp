@@ -21,7 +21,9 @@ void sample(Tensor token_ids, Tensor logits, Tensor temperature, Tensor top_k, T
   check_row("min_p", min_p, ScalarType::Float);
   check_row("seeds", seeds, ScalarType::Long);
   check_row("positions", positions, ScalarType::Long);
-  check(copies.has_value() == copy.has_value(), kOp, "copy", "expected a tensor or None as copies is");
+  check(copies.has_value() == copy.has_value(), kOp, "copy", "expected ",
+        copies.has_value() ? "a tensor" : "None", " as copies is, got ",
+        copy.has_value() ? "a tensor" : "None");
   if (copies.has_value()) {
     check_shape(kOp, "copies", *copies, {num_copies, batch});
     check_dtype(kOp, "copies", *copies, ScalarType::Long);

@@ -96,7 +96,7 @@ class ModelRunner:
         self.workspace = torch.zeros(numel, dtype=torch.float32, device=device)
         self.allocate_kv_cache(0)
         self.warmup_model()
-        self.decodes_by_rope_attention = all(a.decodes_by_rope for a in self._attentions())
+        self.decodes_by_rope_attention = all(a.decodes_by_rope_attention for a in self._attentions())
         self.graphs: list[StepGraphs] = []
         self.decoder_step = self._make_decoder_step()
         if device.type == "cuda" and not config.enforce_eager:

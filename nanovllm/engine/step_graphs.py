@@ -145,7 +145,7 @@ class StepGraphs(ABC, Generic[Bucket]):
                 self._graphs[bucket] = StepGraph(graph, inputs, logits)
 
     def _fill_padding(self, inputs: InputLayout) -> None:
-        """Inputs of a step without sequences: nothing is stored or read."""
+        """Inputs of a step without sequences: nothing of the cache is stored or read."""
         for name, tensor in inputs.tensors.items():
             tensor.fill_(-1 if name == "start_pos" else 0)
 

@@ -44,7 +44,7 @@ class Attention(Layer):
         return (self.k_scale, self.v_scale) if self.k_cache.dtype == torch.float8_e4m3fn else (None, None)
 
     @property
-    def decodes_by_rope(self) -> bool:
+    def decodes_by_rope_attention(self) -> bool:
         """Whether a step of decodes alone is one operator here, which needs no positions and slots.
 
         Not for an fp8 cache: with half the bytes to read, what the operator does beside reading shows
@@ -71,7 +71,7 @@ class Attention(Layer):
             [T, num_q_heads * head_dim].
         """
         context = get_context()
-        if context.max_seqlen_q == 0 and self.decodes_by_rope:
+        if context.max_seqlen_q == 0 and self.decodes_by_rope_attention:
             return self._decode(qkv, q_weight, k_weight, context)
         ops.qk_norm_rope_store(
             qkv,

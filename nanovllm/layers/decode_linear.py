@@ -16,10 +16,9 @@ if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
     from nanovllm.layers.linear import LinearBase
 
-# Of a weight; larger ones fill the GPU through cuBLAS, but for few rows of x, of which all fit into shared memory, and
-# a weight of very many rows: a head.
-_MAX_NUMEL = 1 << 23
-_TALL, _TALL_X_NUMEL, _TALL_ROWS = 1 << 15, 1 << 16, 64
+_MAX_NUMEL = 1 << 23  # of a weight; larger ones fill the GPU through cuBLAS
+# Of a head: a weight of more rows than _TALL, and few tokens, whose x fits into shared memory.
+_TALL, _TALL_X_NUMEL, _TALL_TOKENS = 1 << 15, 1 << 16, 64  # csrc/kernels/decode_linear_tall.cuh
 _runs_on = functools.cache(ops.decode_linear_runs_on)
 
 
@@ -38,12 +37,19 @@ class HalfNormed:
 
 def is_decode_product(num_tokens: int, weight: Tensor) -> bool:
     """Whether ops.decode_linear is the fastest for this product, by benchmarks/bench_decode_linear.py."""
+    return num_tokens <= MAX_ROWS and weight.numel() <= _MAX_NUMEL and _takes(weight)
+
+
+def is_head_product(num_tokens: int, weight: Tensor) -> bool:
+    """The same of a weight of very many rows, where neither a norm nor an activation goes along."""
     n, k = weight.shape
-    is_tall = n > _TALL and num_tokens <= _TALL_ROWS and max(16, num_tokens) * k <= _TALL_X_NUMEL
+    is_tall = n > _TALL and num_tokens <= _TALL_TOKENS and max(16, num_tokens) * k <= _TALL_X_NUMEL
+    return is_tall and _takes(weight)
+
+
+def _takes(weight: Tensor) -> bool:
     return (
         weight.is_cuda
-        and num_tokens <= MAX_ROWS
-        and (weight.numel() <= _MAX_NUMEL or is_tall)
         and weight.dtype != torch.float32
         and weight.shape[0] % 8 == weight.shape[1] % 8 == 0
         and _runs_on(weight.device)
@@ -51,7 +57,7 @@ def is_decode_product(num_tokens: int, weight: Tensor) -> bool:
 
 
 def decode_product(x: Tensor | HalfNormed, weight: Tensor, bias: Tensor | None, silu_and_mul: bool = False) -> Tensor:
-    """x @ weight.T + bias, or silu(gate) * up of it; of a product that `is_decode_product`."""
+    """x @ weight.T + bias, or silu(gate) * up of it; of a product that it is for."""
     rows, squares, eps = (x.scaled, x.squares, x.eps) if isinstance(x, HalfNormed) else (x, None, 0.0)
     out = rows.new_empty(rows.shape[0], weight.shape[0] // (2 if silu_and_mul else 1))
     ops.decode_linear(out, rows, weight, bias, squares, eps, silu_and_mul=silu_and_mul, weight_complete=True)

@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm import ops
-from nanovllm.layers.decode_linear import HalfNormed, decode_product, is_decode_product
+from nanovllm.layers.decode_linear import HalfNormed, decode_product, is_decode_product, is_head_product
 from nanovllm.layers.layer import Layer
 from nanovllm.layers.parameter import PackedWeight, Shard, make_parameter
 from nanovllm.ops.skinny_linear import MAX_ROWS
@@ -34,7 +34,7 @@ def linear(
     Returns:
         [num_tokens, out].
     """
-    if isinstance(x, HalfNormed) or is_decode_product(x.shape[0], weight):
+    if isinstance(x, HalfNormed) or is_decode_product(x.shape[0], weight) or is_head_product(x.shape[0], weight):
         out = decode_product(x, weight, bias)
     elif packed is not None and x.shape[0] <= MAX_ROWS:
         out = x.new_empty(x.shape[0], weight.shape[0])

@@ -39,7 +39,7 @@ def all_reduce(
         weight: [hidden] of the norm; None without a residual.
         peers: [num_ranks + 1] int64, addresses in this process: of every rank's exchange buffer, exchange_bytes of
             SENTINEL at first, and of two int32 in pinned host memory: a waiting call goes on with garbage when the
-            first is not 0, and stores 1 + the rank that it waited for in the second.
+            first is not 0, as do all later ones, and stores 1 + the rank that it waited for in the second.
         state: [5] int32, 0 at first, of this rank.
         slot_bytes: the largest message of one shot, a multiple of 16.
         shared_bytes: the largest message of two shots (about: rows go to ranks evenly), a multiple of 16 num_ranks.

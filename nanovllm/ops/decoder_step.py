@@ -43,9 +43,10 @@ def decoder_step(
 ) -> None:
     """logits = decoder(token_ids) for up to 8 rows of one token each, with their keys and values stored: one launch.
 
-    Computes what the operators of the layers compute one after the other, rounded to bfloat16 at the same places; sums
-    are in another order. The same call gives the same bits. Hopper only (built for sm_90a); bfloat16 only. A launch
-    takes every multiprocessor, and two launches must not share a workspace at the same time.
+    Computes what the operators of the layers compute one after the other, rounded to bfloat16 at the same places, but
+    for norms, which are rounded before their scale; sums are in another order. The same call gives the same bits.
+    Hopper only (built for sm_90a); bfloat16 only. A launch takes every multiprocessor, and two launches must not share
+    a workspace at the same time.
 
     Args:
         logits: [rows, vocab_size] bfloat16, contiguous, written.

@@ -36,7 +36,8 @@ def rope_attention_decode(
         q_weight, k_weight: [head_dim] dtype of qkv, contiguous; None: no norm of that part.
         cos_sin: [max_pos, rotary_dim] float32, contiguous; cos half, then sin half. On CUDA see
             `rope_attention_decode_takes`; on CPU rotary_dim is even and at most head_dim.
-        k_cache, v_cache: as in `paged_attention_decode`; the slot of each row's newest token is written.
+        k_cache, v_cache: as in `paged_attention_decode`, block_size a power of two on CPU too; the slot of each row's
+            newest token is written.
         block_tables, context_lens, plan, workspace, k_scale, v_scale, scale: as there; a context is at most max_pos
             tokens, and no two rows have their newest token in the same slot.
         eps: added to the mean square of a head.

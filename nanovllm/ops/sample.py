@@ -44,7 +44,8 @@ def sample(
         copies, copy: [num_copies, batch] int64, last dimension contiguous, and [1] int32: row copy[0] of copies is
             written like token_ids. It may be host memory that the GPU writes to. None: no copy.
     Raises:
-        RuntimeError: a shape, dtype, stride or device does not fit, or the vocabulary is empty; the text names it.
+        RuntimeError: a shape, dtype, stride or device does not fit, the vocabulary is empty, or (CPU) copies has no row
+            copy[0], where CUDA makes no copy; the text names it.
     Source: Maddison, Tarlow, Minka, A* sampling (2014), for the Gumbel-max trick; Salmon et al., Parallel random
         numbers: as easy as 1, 2, 3 (2011), for Philox.
     """

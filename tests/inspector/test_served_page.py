@@ -8,8 +8,8 @@ from inspector.served import browser, fake_llm, page, serving  # noqa: F401 - fi
 
 pytest.importorskip("fastapi", reason="pip install -e '.[server]'")
 
-from nanovllm.server.app import make_app  # noqa: E402
-from nanovllm.server.config import ServerConfig  # noqa: E402
+from nanovllm.server.app import make_app
+from nanovllm.server.config import ServerConfig
 
 
 def test_page_asks_for_the_key_and_chats(page: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -183,23 +183,24 @@ def test_past_complete_in_a_graph(lens: tuple[int, ...]) -> None:
 
 def test_errors() -> None:
     good = make(Case(), "cpu", torch.float32).arguments()
-    qkv, k_weight, cos_sin, k_cache = good[1], good[3], good[4], good[5]
+    qkv, k_weight, cos_sin, (k_cache, v_cache) = good[1], good[3], good[4], good[5:7]
+    longer = good[8].clone()
+    longer[-1] = 601
     cases = [
         ({1: qkv[:, 1:]}, "qkv: expected a width of 640 (6 + 2 * 2 heads of 64), got 639"),
         ({1: qkv[1:]}, "out: expected batch = 8 (from qkv) in dimension 0, got 9"),
         ({1: qkv.double()}, "qkv: expected dtype float32 or bfloat16 on CPU, got float64"),
         ({3: k_weight[:8]}, "k_weight: expected head_dim = 64 (from out) in dimension 0, got 8"),
         ({4: cos_sin[:, :63].contiguous()}, "cos_sin: expected an even rotary_dim of at most head_dim = 64, got 63"),
-        ({4: cos_sin[:600]}, "context_lens: expected at most 600 (rows of cos_sin), got 601"),
+        ({4: cos_sin[:600], 8: longer}, "context_lens: expected at most 600 (rows of cos_sin), got 601"),
         ({5: k_cache[:, :, :1]}, "v_cache: expected num_kv_heads = 1 (from k_cache) in dimension 2, got 2"),
+        ({5: k_cache[:, :12], 6: v_cache[:, :12]}, "k_cache: expected a block size that is a power of two, got 12"),
         ({7: good[7] + 1000}, "block_tables: expected block ids 0 to"),
+        ({8: good[8] - 2}, "context_lens: expected 0 to 640 (40 blocks of 16), got -1 at [0]"),
+        ({0: good[0][:, :5]}, "qkv: expected num_q_heads to be a multiple of num_kv_heads = 2, got 5"),
     ]
-    good[8] = good[8].clone()
     for changes, message in cases:
         args = [changes.get(i, arg) for i, arg in enumerate(good)]
-        if "rows of cos_sin" in message:
-            args[8][-1] = 601
         with pytest.raises(RuntimeError) as error:
             ops.rope_attention_decode(*args)
         assert str(error.value).startswith("rope_attention_decode: " + message)
-        good[8][-1] = 600

@@ -269,7 +269,8 @@ def test_errors() -> None:
         (2, torch.ones(2), "temperature: expected batch = 3 (from logits) in dimension 0, got 2"),
         (3, torch.ones(3), "top_k: expected dtype int32, got float32"),
         (6, torch.ones(6, dtype=torch.int64)[::2], "seeds: expected a contiguous tensor, got a strided one"),
-        (8, torch.zeros(2, 3, dtype=torch.int64), "copy: expected a tensor or None as copies is"),
+        (8, torch.zeros(2, 3, dtype=torch.int64), "copy: expected a tensor as copies is, got None"),
+        (9, torch.zeros(1, dtype=torch.int32), "copy: expected None as copies is, got a tensor"),
     ]
     for i, value, message in cases:
         args = arguments()

@@ -1,1 +1,0 @@
-cd /opt/nv/ds && . /opt/nv/dev/bin/activate && MAX_JOBS=2 NANOVLLM_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0a CUDA_HOME=/usr/local/cuda python setup.py -q build_ext --inplace 2>&1 | grep -E "error|warning: v|FAILED|spill" | head -30

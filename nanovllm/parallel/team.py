@@ -7,13 +7,15 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
-from multiprocessing import Pipe
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from multiprocessing.spawn import get_executable
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from nanovllm.outputs import Logprob
 from nanovllm.parallel import frames, messages, rendezvous
 from nanovllm.parallel.agreement import report_step
 from nanovllm.parallel.lifeline import Lifeline
-from nanovllm.parallel.progress import Progress
+from nanovllm.parallel.progress import Progress, WorkerError
 from nanovllm.parallel.ring import RingSender, create_memory
 from nanovllm.parallel.watcher import Watcher
 from nanovllm.parallel.worker import RankSpec, Start, guarded, make_group, run_rank
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from nanovllm.models.config import ModelConfig
 
 _ADDRESS_KEY = "nanovllm-address"
+_LATE_SECONDS = 60.0  # beside the timeout, that a launcher's ranks may come one after the other
 
 
 class Team:
@@ -158,19 +161,35 @@ def _start_process(connection_fd: int, fds: tuple[int, ...]) -> subprocess.Popen
 
 
 def _accept_ranks(specs: list[RankSpec], check: Callable[[], None]) -> Parts:
-    """As _start_ranks, for ranks that a launcher started: each connects twice, for messages and for its reports."""
+    """As _start_ranks, for ranks that a launcher started: each connects twice, for messages and for its reports.
+
+    Raises:
+        WorkerError: some have not come in time.
+    """
     del check
-    config = specs[0].config
-    store = rendezvous.external_store(config.distributed_timeout)
+    seconds = specs[0].config.distributed_timeout + _LATE_SECONDS
+    store = rendezvous.external_store(seconds)
     key = secrets.token_hex(16)
     commands: dict[int, Connection] = {}
     reports: dict[int, Connection] = {}
-    with Listener((os.environ["MASTER_ADDR"], 0), backlog=2 * len(specs), authkey=key.encode()) as listener:
-        store.set(_ADDRESS_KEY, f"{listener.address[0]} {listener.address[1]} {key}")
-        for _ in range(2 * (len(specs) - 1)):
-            connection = listener.accept()
-            rank, purpose = connection.recv()
-            (commands if purpose == "commands" else reports)[rank] = connection
+    deadline = time.monotonic() + seconds
+    with socket.create_server((os.environ["MASTER_ADDR"], 0), backlog=2 * len(specs)) as server:
+        host, port = server.getsockname()
+        store.set(_ADDRESS_KEY, f"{host} {port} {key}")
+        while missing := [spec.rank for spec in specs[1:] if not (spec.rank in commands and spec.rank in reports)]:
+            server.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                peer, _ = server.accept()
+            except TimeoutError:
+                names = " and ".join(f"rank {rank}" for rank in missing)
+                raise WorkerError(f"{names} did not come to {host}:{port} within {seconds:g} s") from None
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step's message waits for no acknowledgement
+            connection = Connection(peer.detach())
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # somebody else's, or one that died
+                deliver_challenge(connection, key.encode())
+                answer_challenge(connection, key.encode())
+                rank, purpose = connection.recv()
+                (commands if purpose == "commands" else reports)[rank] = connection
     sequence = 0
 
     def send(message: bytes) -> None:
@@ -186,9 +205,16 @@ def _accept_ranks(specs: list[RankSpec], check: Callable[[], None]) -> Parts:
 
 def serve_external_rank(spec: RankSpec) -> int:
     """The life of a rank above 0 that a launcher started; returns the exit status."""
-    timeout = spec.config.distributed_timeout
-    store = rendezvous.external_store(timeout)
-    host, port, key = store.get(_ADDRESS_KEY).decode().split()
+    # Beside rank 0, which gets the same signals and ends this rank when it has finished. Only main threads can say so.
+    if os.environ.get("LOCAL_RANK") == str(spec.rank) and threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    seconds = spec.config.distributed_timeout + _LATE_SECONDS
+    store = rendezvous.external_store(seconds)
+    try:
+        host, port, key = store.get(_ADDRESS_KEY).decode().split()
+    except dist.DistStoreError as e:
+        raise WorkerError(f"rank 0 did not come within {seconds:g} s") from e
 
     def connect(purpose: str) -> Connection:
         connection = Client((host, int(port)), authkey=key.encode())

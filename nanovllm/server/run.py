@@ -16,6 +16,7 @@ import uvicorn
 from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import EngineConfig
 from nanovllm.inspector.record import recording
+from nanovllm.parallel.rendezvous import external_rank
 from nanovllm.server.app import make_app
 from nanovllm.server.config import ServerConfig
 
@@ -32,10 +33,13 @@ def serve(engine_config: EngineConfig, config: ServerConfig, record: str | None 
 
     Raises:
         OSError: the address cannot be had; told before the model is loaded.
+        SystemExit: this process is a rank above 0, started by a launcher such as torchrun, and its work is done.
     """
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s", stream=sys.stderr)
+    values = {name: getattr(engine_config, name) for name in engine_config.__dataclass_fields__}
+    if external_rank(engine_config.distributed_init_method, engine_config.tensor_parallel_size):
+        AsyncLLM(**values)  # the rank's whole life; only rank 0 has an address
     with listening(config) as sock:
-        values = {name: getattr(engine_config, name) for name in engine_config.__dataclass_fields__}
         llm = AsyncLLM(**values)
         try:
             server = make_server(llm, config)

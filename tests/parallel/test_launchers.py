@@ -1,15 +1,24 @@
 """Ranks that a launcher started, as torchrun does on several hosts; and replicas behind Ray Serve."""
 
 import importlib.util
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 from pathlib import Path
 
+import httpx
 import pytest
+import torch.distributed as dist
+from engine.tokenizer import byte_tokenizer
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.parallel import rendezvous, team
+from nanovllm.parallel.progress import WorkerError
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +37,9 @@ print([o.token_ids for o in llm.generate([[5, 6, 7, 8, 9], [10, 11, 12]], params
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save_tiny(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM", num_hidden_layers=2)
+    path = tmp_path_factory.mktemp("model")
+    byte_tokenizer().save_pretrained(path)
+    return save_tiny(path, "Qwen3ForCausalLM", num_hidden_layers=2, vocab_size=300)
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +48,27 @@ def expected(checkpoint):
         return [o.token_ids for o in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
 
 
-def start(checkpoint, then: str) -> list[subprocess.Popen]:
-    """Two ranks, each as if on a host of its own."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def start(*arguments: str, hosts: int = 2) -> list[subprocess.Popen]:
+    """Python with `arguments` as two ranks, each as if on a host of its own, or both on one."""
+    port = free_port()
     ranks = []
     for rank in range(2):
         env = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-        env |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, "-c", SCRIPT.format(then=then), str(checkpoint)]
+        env |= {"LOCAL_RANK": str(rank % (2 // hosts)), "LOCAL_WORLD_SIZE": str(2 // hosts), "GLOO_SOCKET_IFNAME": "lo"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=env, **pipes))
+        ranks.append(subprocess.Popen([sys.executable, *arguments], cwd=ROOT, env=env, **pipes))
     return ranks
 
 
 @pytest.mark.parametrize("then", ["", "import os; os._exit(7)"], ids=["end", "death"])
 def test_ranks_of_a_launcher(checkpoint, expected, then):
-    first, second = start(checkpoint, then)
+    first, second = start("-c", SCRIPT.format(then=then), str(checkpoint))
     try:
         out, err = first.communicate(timeout=120)
         assert out.strip() == str(expected), err
@@ -64,6 +78,67 @@ def test_ranks_of_a_launcher(checkpoint, expected, then):
     finally:
         first.kill()
         second.kill()
+
+
+def test_a_server_of_two_ranks_ends_its_requests_after_ctrl_c(checkpoint):
+    options, params = OPTIONS | {"max_model_len": 512}, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
+    with LLM(str(checkpoint), **options) as llm:
+        expected = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].text
+    port = free_port()  # the same for both, as on several hosts
+    flags = f"--tensor-parallel-size 2 --port {port} --device cpu --dtype float32 --max-model-len 512".split()
+    first, second = start("-m", "nanovllm", "serve", str(checkpoint), *flags, hosts=1)
+    try:
+        assert any("startup complete" in line for line in first.stderr)
+        fields = {"max_tokens": 300, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": PROMPTS[0], "stream": True, **fields}
+        with httpx.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60) as response:
+            lines = (line.removeprefix("data: ") for line in response.iter_lines() if line)
+            text = json.loads(next(lines))["choices"][0]["text"]
+            for rank in (first, second):
+                rank.send_signal(signal.SIGINT)  # a launcher passes Ctrl-C on to all
+            *chunks, end = lines
+        assert text + "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks) == expected
+        assert end == "[DONE]"
+        assert (first.wait(10), second.wait(10)) == (0, 0)
+        assert "Traceback" not in first.stderr.read() + second.stderr.read()
+    finally:
+        first.kill()
+        second.kill()
+
+
+@pytest.fixture
+def launcher_store(monkeypatch):
+    """A launcher's store, which is there before any rank is; and its variables."""
+    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30))
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        rendezvous,
+        "external_store",
+        lambda seconds: dist.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=seconds)),
+    )
+    monkeypatch.setattr(team, "_LATE_SECONDS", 0.5)
+    return store
+
+
+def test_a_rank_that_does_not_come(checkpoint, launcher_store, monkeypatch):
+    def visit() -> None:
+        host, port, _ = launcher_store.get("nanovllm-address").decode().split()
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+
+    thread = threading.Thread(target=visit)
+    thread.start()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(WorkerError, match=r"^rank 1 did not come to 127\.0\.0\.1:\d+ within 1\.5 s$"):
+        LLM(str(checkpoint), tensor_parallel_size=2, distributed_timeout=1, **OPTIONS)
+    thread.join()
+
+
+def test_rank_0_that_does_not_come(checkpoint, launcher_store, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(WorkerError, match=r"^rank 0 did not come within 1\.5 s$"):
+        LLM(str(checkpoint), tensor_parallel_size=2, distributed_timeout=1, **OPTIONS)
 
 
 def test_launcher_with_another_number_of_ranks_is_refused(checkpoint, monkeypatch):

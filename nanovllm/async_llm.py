@@ -81,7 +81,23 @@ class AsyncLLM:
     @property
     def is_running(self) -> bool:
         """Whether requests can be served: False after shutdown(), or when the engine cannot go on."""
-        return self._thread.is_alive() and self._fatal is None
+        try:
+            self.check_health()
+        except EngineStopped:
+            return False
+        return True
+
+    def check_health(self) -> None:
+        """Raises EngineStopped where no request can be served: also when another rank has failed between two steps."""
+        error = self._fatal
+        if error is None and self._thread.is_alive():
+            try:
+                self.engine.check_health()
+                return
+            except RuntimeError as e:
+                error = e
+        ending = "was shut down" if error is None else f"cannot go on: {error!r}"
+        raise EngineStopped(f"AsyncLLM: the engine {ending}") from error
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> CheckedPrompt:
         """Token ids of a request that can run, from any thread; raises ValueError or TypeError for one that cannot."""
@@ -226,8 +242,7 @@ class AsyncLLM:
         with self._lock:  # a command before the last one is certain to run
             if self._is_shut_down:
                 raise EngineStopped("AsyncLLM: the engine was shut down")
-            if not self.is_running:
-                raise EngineStopped(f"AsyncLLM: the engine cannot go on: {self._fatal!r}")
+            self.check_health()
             self._commands.put(command)
 
     def end_requests(self, requests: list[Request]) -> None:

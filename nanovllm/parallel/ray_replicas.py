@@ -41,9 +41,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Ray replaces a replica that raises here: an engine whose worker failed does not come back by itself."""
-        if not self._llm.is_running:
-            raise RuntimeError("Replica: the engine was shut down")
-        self._llm.engine.check_health()
+        self._llm.check_health()
 
     async def __call__(self, request: Any) -> dict[str, Any]:
         """HTTP: a JSON object with prompt and, beside it, fields of SamplingParams."""

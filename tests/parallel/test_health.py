@@ -1,5 +1,6 @@
 """Ranks that fail in every way: one error that says which and why, nothing left, and the next engine works."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.async_llm import AsyncLLM, EngineStopped
 from nanovllm.parallel.faults import VARIABLE, WHATS, WHENS
 from nanovllm.parallel.progress import WorkerError
 from nanovllm.parallel.watcher import Watcher
@@ -175,6 +177,27 @@ def test_an_idle_rank_that_dies_is_named(checkpoint):
         with pytest.raises(WorkerError, match=r"rank 1 died of signal 9 \(SIGKILL\) in step \d+"):
             tokens(llm)
         assert children() < before
+
+
+def test_an_idle_async_engine_tells_that_a_rank_died(checkpoint):
+    before = children()
+    llm = AsyncLLM(str(checkpoint), device="cpu", dtype="float32", max_model_len=64, tensor_parallel_size=2)
+    try:
+        assert llm.is_running
+        (worker,) = children() - before
+        os.kill(worker, signal.SIGKILL)
+        deadline = time.monotonic() + 30
+        while llm.is_running and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with pytest.raises(EngineStopped, match=r"cannot go on: WorkerError\('rank 1 died of signal 9 \(SIGKILL\)"):
+            llm.check_health()
+        with pytest.raises(EngineStopped, match=r"cannot go on: .*rank 1 died"):
+            asyncio.run(anext(llm.generate([5, 6])))
+    finally:
+        llm.shutdown()
+    assert children() == before
+    with pytest.raises(EngineStopped, match="was shut down"):
+        llm.check_health()
 
 
 def test_rank_0_that_fails_ends_the_others(checkpoint, monkeypatch):

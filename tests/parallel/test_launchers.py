@@ -11,7 +11,6 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 
-import httpx
 import pytest
 import torch.distributed as dist
 from engine.tokenizer import byte_tokenizer
@@ -81,6 +80,8 @@ def test_ranks_of_a_launcher(checkpoint, expected, then):
 
 
 def test_a_server_of_two_ranks_ends_its_requests_after_ctrl_c(checkpoint):
+    pytest.importorskip("uvicorn", reason="pip install -e '.[server]'")
+    httpx = pytest.importorskip("httpx", reason="pip install -e '.[server]'")
     options, params = OPTIONS | {"max_model_len": 512}, SamplingParams(temperature=0, max_tokens=300, ignore_eos=True)
     with LLM(str(checkpoint), **options) as llm:
         expected = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0].text

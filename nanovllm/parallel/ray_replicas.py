@@ -15,6 +15,7 @@ from typing import Any
 
 try:
     from ray import serve
+    from starlette.responses import JSONResponse
 except ImportError as e:
     raise ImportError("nanovllm.parallel.ray_replicas: expected Ray Serve, got none: pip install 'ray[serve]'") from e
 
@@ -22,6 +23,8 @@ from nanovllm.async_llm import AsyncLLM
 from nanovllm.config import EngineConfig
 from nanovllm.outputs import RequestOutput
 from nanovllm.sampling_params import SamplingParams
+
+_HEALTH_SECONDS = 2.0  # between two checks; Ray replaces a replica after three that fail
 
 
 class Replica:
@@ -43,20 +46,22 @@ class Replica:
         """Ray replaces a replica that raises here: an engine whose worker failed does not come back by itself."""
         self._llm.check_health()
 
-    async def __call__(self, request: Any) -> dict[str, Any]:
-        """HTTP: a JSON object with prompt and, beside it, fields of SamplingParams."""
+    async def __call__(self, request: Any) -> JSONResponse:
+        """HTTP: a JSON object with prompt and, beside it, fields of SamplingParams; status 400 when refused."""
         try:
             fields = json.loads(await request.body())
             prompt = fields.pop("prompt")
             params = SamplingParams(**{**_values(self._llm.default_sampling_params), **fields})
             output = await self.generate(prompt, params)
         except (ValueError, TypeError, KeyError, AttributeError) as e:
-            return {"error": f"{type(e).__name__}: {e}"}
-        return {
-            "texts": [c.text for c in output.outputs],
-            "token_ids": [c.token_ids for c in output.outputs],
-            "finish_reasons": [c.finish_reason for c in output.outputs],
-        }
+            return JSONResponse({"error": f"{type(e).__name__}: {e}"}, status_code=400)
+        return JSONResponse(
+            {
+                "texts": [c.text for c in output.outputs],
+                "token_ids": [c.token_ids for c in output.outputs],
+                "finish_reasons": [c.finish_reason for c in output.outputs],
+            }
+        )
 
     def __del__(self) -> None:
         llm = self.__dict__.get("_llm")
@@ -87,6 +92,7 @@ def replicas(model: str, num_replicas: int, **options: Any) -> serve.Application
         name="nanovllm",
         num_replicas=num_replicas,
         max_ongoing_requests=config.max_num_seqs,
+        health_check_period_s=_HEALTH_SECONDS,
         ray_actor_options={"num_gpus": num_gpus},
     )
     return deployment.bind(model, options)

@@ -156,6 +156,7 @@ def test_env_method_needs_a_launcher(checkpoint):
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[serve]")
 def test_two_replicas_of_ray(checkpoint, expected):
+    import httpx
     import ray
     from ray import serve
 
@@ -163,12 +164,23 @@ def test_two_replicas_of_ray(checkpoint, expected):
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        handle = serve.run(replicas(str(checkpoint), 2, **OPTIONS), route_prefix=None)
+        port = free_port()
+        serve.start(http_options={"port": port})
+        handle = serve.run(replicas(str(checkpoint), 2, **OPTIONS))
         answers = [handle.generate.remote(PROMPTS[i % 2], GREEDY) for i in range(8)]
         assert [a.result(timeout_s=60).token_ids for a in answers] == [expected[i % 2] for i in range(8)]
         with pytest.raises(Exception, match="prompt is empty"):
             handle.generate.remote([], GREEDY).result(timeout_s=60)
         assert serve.status().applications["default"].deployments["nanovllm"].replica_states == {"RUNNING": 2}
+
+        def post(**body) -> httpx.Response:
+            return httpx.post(f"http://127.0.0.1:{port}", json=body, timeout=60)
+
+        fields = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+        assert post(prompt=PROMPTS[0], **fields).json()["token_ids"] == [expected[0]]
+        refused = post(prompt=PROMPTS[0], max_tokens=-1)
+        assert refused.status_code == 400 and "max_tokens" in refused.json()["error"]
+        assert post().status_code == 400
     finally:
         serve.shutdown()
         ray.shutdown()

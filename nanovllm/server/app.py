@@ -153,7 +153,7 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/health", responses=responses.errors(503))
     async def health() -> responses.Health:
-        service.check_engine()
+        service.llm.check_health()
         return responses.Health()
 
     @app.get(

@@ -76,18 +76,14 @@ class Service:
                 404, f"model: expected {' or '.join(self.names)}, got {name!r}", "model", code="model_not_found"
             )
 
-    def check_engine(self) -> None:
-        if not self.llm.is_running:
-            raise ApiError(503, "the engine cannot serve requests any more; see /health", code="engine_unavailable")
-
     @contextmanager
     def admitted(self, num_sequences: int) -> Iterator[ExitStack]:
         """Room in the queue for as long as the context lasts; start() takes the stack over, and keeps it until the end.
 
         Raises:
-            ApiError: the queue is full, or the engine is gone.
+            ApiError: the queue is full. EngineStopped: no request can be served.
         """
-        self.check_engine()
+        self.llm.check_health()
         limit = self.llm.config.max_running + self.config.max_queue
         if self.num_open + num_sequences > limit:
             self.metrics.refused += 1

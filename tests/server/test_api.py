@@ -444,7 +444,7 @@ def test_dead_engine_is_503(serve_fake: ServeFake) -> None:
     served.llm.engine.runner.on_launch = die
     assert "illegal memory access" in error(served.post("/v1/chat/completions", LONG), 500)["message"]
     wait_until(lambda: not served.llm.is_running, "the engine is dead")
-    error(served.get("/health"), 503)
+    assert "illegal memory access" in error(served.get("/health"), 503)["message"]
     assert error(served.post("/v1/chat/completions", LONG), 503)["code"] == "engine_unavailable"
     assert "nanovllm:engine_up" in served.get("/metrics").text
 

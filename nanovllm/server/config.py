@@ -10,6 +10,7 @@ from typing import Any
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json")
 REASONING_PARSERS = ("auto", "none", "think")
 _MAX_PORT = 65535
+_MAX_SECONDS = 1_000_000_000  # timers cannot run for ever
 
 
 def _doc(text: str, default: Any = dataclasses.MISSING) -> Any:
@@ -38,6 +39,9 @@ class ServerConfig:
     request_timeout: float = _doc("seconds after which a request ends with status 504; 0: never", 600.0)
     shutdown_timeout: float = _doc("seconds that running requests get after SIGTERM or Ctrl-C", 30.0)
     keep_alive_timeout: float = _doc("seconds after which an idle connection is closed", 30.0)
+    read_timeout: float = _doc(
+        "seconds for the head of a request, and for each next piece of its body; 0: no limit", 30.0
+    )
     max_chunks_per_second: float = _doc(
         "pieces of all streams together; beyond that a piece has the tokens of several steps; 0: no limit", 10_000.0
     )
@@ -55,8 +59,9 @@ class ServerConfig:
         self._number("port", 0, _MAX_PORT)
         self._number("max_queue", 0)
         self._number("max_body_bytes", 1)
-        for name in ("max_chunks_per_second", "request_timeout", "shutdown_timeout", "keep_alive_timeout"):
-            self._number(name, 0)
+        self._number("max_chunks_per_second", 0)
+        for name in ("request_timeout", "shutdown_timeout", "keep_alive_timeout", "read_timeout"):
+            self._number(name, 0, _MAX_SECONDS)
         for name in ("api_key", "served_model_name", "cors_origin", "cors_header"):
             if not all(getattr(self, name)):
                 raise ValueError(f"{name}: expected non-empty text, got ''")

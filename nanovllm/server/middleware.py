@@ -12,6 +12,10 @@ from nanovllm.server.errors import ApiError
 _OPEN_PATHS = ("/health", "/metrics", "/inspector")
 
 
+def _is_open(scope: Scope) -> bool:
+    return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS  # some proxies keep the prefix
+
+
 class ApiKeyMiddleware:
     """Refuses requests without one of the keys; those of CORS preflight and of the open paths pass."""
 
@@ -20,7 +24,7 @@ class ApiKeyMiddleware:
         self._keys = [key.encode() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] != "OPTIONS" and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and scope["method"] != "OPTIONS" and not _is_open(scope):
             given = dict(scope["headers"]).get(b"authorization", b"")
             scheme, _, key = given.partition(b" ")
             matches = [hmac.compare_digest(key.strip(), k) for k in self._keys]

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 
@@ -19,6 +20,7 @@ from nanovllm.inspector.record import recording
 from nanovllm.parallel.rendezvous import external_rank
 from nanovllm.server.app import make_app
 from nanovllm.server.config import ServerConfig
+from nanovllm.server.connection import Connection
 
 logger = logging.getLogger("nanovllm.server")
 _BACKLOG = 2048  # connections that wait for the server to take them
@@ -69,6 +71,7 @@ def make_server(llm: AsyncLLM, config: ServerConfig) -> uvicorn.Server:
             lifespan="on",
             ws="none",
             server_header=False,
+            http=partial(Connection, read_timeout=config.read_timeout),  # type: ignore[arg-type]
             timeout_keep_alive=math.ceil(config.keep_alive_timeout),
             timeout_graceful_shutdown=math.ceil(config.shutdown_timeout) + _GRACE,
             ssl_keyfile=config.ssl_keyfile,

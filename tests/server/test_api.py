@@ -269,6 +269,12 @@ def test_api_keys(serve_fake: ServeFake) -> None:
     assert served.get("/v1/models").status_code == 401
 
 
+def test_open_paths_are_open_behind_a_proxy_that_keeps_its_prefix(serve_fake: ServeFake) -> None:
+    served = serve_fake(writes("ok"), api_key=("key",), root_path="/api")
+    assert [served.get(f"{prefix}/health").status_code for prefix in ("", "/api")] == [200, 200]
+    assert served.get("/api/v1/models").status_code == 401
+
+
 def test_megabytes_of_text_are_refused_at_once(bad_served: Served) -> None:
     text = "the cat " * 1_000_000
     bodies = {

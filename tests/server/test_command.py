@@ -95,6 +95,7 @@ def test_an_address_in_use_is_told_before_the_model_is_loaded(capsys: pytest.Cap
         (["--api-key", ""], "api_key: expected non-empty text"),
         (["--ssl-keyfile", "x"], "ssl_keyfile, ssl_certfile: expected both or neither"),
         (["--chat-template", "/no/file"], "chat_template: expected a file, got '/no/file'"),
+        (["--keep-alive-timeout", "inf"], "keep_alive_timeout: expected a number in [0, 1000000000], got inf"),
         (["--root-path", "x"], "root_path: expected a path that starts with /, got 'x'"),
     ],
 )

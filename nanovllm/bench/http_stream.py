@@ -73,6 +73,8 @@ class Endpoint:
                 yield piece
         except asyncio.IncompleteReadError as e:
             raise ConnectionError("the server closed the connection early") from e
+        except (asyncio.LimitOverrunError, IndexError, ValueError) as e:
+            raise ConnectionError(f"the server does not speak HTTP/1.1: {e}") from e
         finally:
             writer.close()
 

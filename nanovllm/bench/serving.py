@@ -140,7 +140,7 @@ async def run(
                 await asyncio.wait_for(_measure(endpoint, path, body, record), load.timeout)
             except asyncio.TimeoutError:
                 record.error = f"no end within {load.timeout:g} seconds"
-            except (HttpError, OSError, ValueError, asyncio.LimitOverrunError) as e:
+            except (HttpError, OSError, ValueError, LookupError, TypeError) as e:  # also of events of another form
                 record.error = f"{type(e).__name__}: {e}"
         on_done(record)
         return record

@@ -98,8 +98,10 @@ async def _run(args: argparse.Namespace, bodies: list[dict[str, Any]], load: Any
     model = args.model
     if model is None:
         try:
-            model = (await endpoint.get_json("/models"))["data"][0]["id"]
-        except (HttpError, KeyError, IndexError, ValueError) as e:
+            model = (await asyncio.wait_for(endpoint.get_json("/models"), args.timeout))["data"][0]["id"]
+        except asyncio.TimeoutError:
+            raise OSError(f"bench serve: no models from {args.base_url} within {args.timeout:g} seconds") from None
+        except (HttpError, LookupError, TypeError, ValueError) as e:
             raise RuntimeError(f"bench serve: the server does not say its models, set --model: {e}") from None
         except OSError as e:
             raise OSError(f"bench serve: no server at {args.base_url}: {e}") from None

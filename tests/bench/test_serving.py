@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -152,6 +153,42 @@ def test_failures_are_counted_and_told(script: Any, capsys: Any, tmp_path: Path)
 def test_bad_options(line: list[str], text: str, capsys: Any) -> None:
     status, _, err = bench(capsys, *line)
     assert status == 1 and text in err
+
+
+@pytest.mark.parametrize("model", [[], ["--model", "m"]], ids=["asked", "given"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\0\xff garbage\r\n\r\n",
+        b"HTTP/1.1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nX: " + b"a" * 2_000_000,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nabc",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n\r\n5",
+        b'HTTP/1.1 200 OK\r\n\r\ndata: {"usage": {"x": 1}}\n\n',
+        None,
+    ],
+    ids=["garbage", "no-status", "long-header", "bad-chunk", "no-object", "bad-usage", "silence"],
+)
+def test_a_server_of_another_kind_is_an_error_in_one_line(answer: bytes | None, model: list[str], capsys: Any) -> None:
+    def serve(listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                with listener.accept()[0] as connection, contextlib.suppress(ConnectionError):
+                    connection.recv(1 << 16)
+                    if answer is None:
+                        connection.recv(1)  # until the client gives up
+                    else:
+                        connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, args=(listener,), daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        line = ["--base-url", url, "--num-prompts", "1", "--num-warmups", "0", "--timeout", "0.5", *model]
+        status, _, err = bench(capsys, *line)
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(30)
+    assert status == 1 and "nanovllm: error: " in err and "Traceback" not in err
 
 
 def test_arrivals_are_poisson_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:

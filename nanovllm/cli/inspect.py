@@ -63,11 +63,11 @@ def summary(path: str) -> list[str]:
             continue
         try:
             view.apply(event)
+            if event.get("us"):
+                micros.append([us / 1 for us in event["us"]])
         except (KeyError, ValueError, TypeError, IndexError) as e:
             raise ValueError(f"{path}: line {number}: this event does not fit those before it: {e!r}") from e
         used = max(used, len(view.owners))
-        if event.get("us"):
-            micros.append(event["us"])
     phases = "".join(
         f", {name} {statistics.median(us) / 1e3:.2f}"
         for name, us in zip(("schedule", "launch", "wait", "collect"), zip(*micros))

@@ -123,7 +123,7 @@ def read(path: str | Path) -> Iterator[Event]:
         for number, line in enumerate(lines, 1):
             try:
                 event = json.loads(line)
-            except ValueError as e:
+            except (ValueError, RecursionError) as e:
                 if number > 1 and not line.endswith("\n"):
                     return
                 raise ValueError(f"{path}: line {number}: expected a JSON object, got {_short(line)}") from e

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanovllm.engine.observer import Event
 
@@ -35,6 +36,12 @@ class BlockContent:
     parent_hash: str | None
     token_ids: list[int]
     is_published: bool
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"expected a number, got {value!r}")
+    return value
 
 
 class View:
@@ -77,7 +84,7 @@ class View:
         Raises:
             KeyError, ValueError, TypeError, IndexError: the event does not fit the ones before, or is none.
         """
-        self.time = event.get("time", self.time)
+        self.time = _number(event.get("time", self.time))
         if event["kind"] == "snapshot":
             self._restore(event)
         for name, *args in event.get("ops", ()):
@@ -86,8 +93,9 @@ class View:
 
     def _restore(self, event: Event) -> None:
         self._clear()
-        self.model, self.num_blocks, self.block_size = event["model"], event["num_blocks"], event["block_size"]
-        self.num_preemptions, self.next_free = event["num_preemptions"], list(event["next"])
+        self.model, self.next_free = event["model"], list(event["next"])
+        self.num_blocks, self.block_size = _number(event["num_blocks"]), _number(event["block_size"])
+        self.num_preemptions = _number(event["num_preemptions"])
         for s in event["seqs"]:
             seq = SequenceView(s["id"], s["name"], s["prompt"], s["limit"], list(s["tokens"]))
             seq.num_cached, seq.state, seq.reason = s["cached"], s["state"], s["reason"]

@@ -16,6 +16,8 @@ _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*'
 )
 _PYTHON_TAG = "<|python_tag|>"
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("const", "enum", "default", "examples")  # keywords of JSON schema that hold no schemas
 
 
 @dataclass(slots=True)
@@ -296,18 +298,16 @@ def required_schema(tools: list[dict[str, Any]], parallel: bool) -> dict[str, An
     """JSON schema of an array of calls of any of `tools` (their "function" objects).
 
     Raises:
-        ValueError: $defs of one is no object, or two of them define different things under the same name there.
+        ValueError: the parameters of one are nested too deeply.
     """
-    defs: dict[str, Any] = {}
     items = []
-    for tool in tools:
+    for i, tool in enumerate(tools):
         parameters = dict(tool.get("parameters") or {"type": "object"})
-        definitions = parameters.pop("$defs", {})
-        if not isinstance(definitions, dict):
-            raise ValueError(f"tools: expected an object as $defs of {tool['name']}, got {str(definitions)[:60]}")
-        for name, definition in definitions.items():
-            if defs.setdefault(name, definition) != definition:
-                raise ValueError(f"tools: expected one definition of $defs.{name}, got two")
+        parameters.pop("$id", None)  # references would be relative to it
+        try:
+            parameters = _moved(parameters, f"/items/anyOf/{i}/properties/parameters")
+        except RecursionError:
+            raise ValueError(f"tools: the parameters of {tool['name'][:60]!r} are nested too deeply") from None
         items.append(
             {
                 "type": "object",
@@ -319,4 +319,22 @@ def required_schema(tools: list[dict[str, Any]], parallel: bool) -> dict[str, An
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": items}}
     if not parallel:
         schema["maxItems"] = 1
-    return schema | ({"$defs": defs} if defs else {})
+    return schema
+
+
+def _moved(schema: Any, where: str) -> Any:
+    """A JSON schema whose references to itself hold where it is a part of another one."""
+    if isinstance(schema, list):
+        return [_moved(part, where) for part in schema]
+    if not isinstance(schema, dict) or "$id" in schema:  # references below an $id are relative to that
+        return schema
+    moved = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            value = f"#{where}{value[1:]}"
+        elif key in _MAPS_OF_SCHEMAS and isinstance(value, dict):
+            value = {name: _moved(part, where) for name, part in value.items()}
+        elif key not in _VALUES:
+            value = _moved(value, where)
+        moved[key] = value
+    return moved

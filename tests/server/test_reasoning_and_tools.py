@@ -1,6 +1,5 @@
 """Thoughts and calls in text that comes in pieces: every way to cut it gives the same."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -147,12 +146,35 @@ def test_the_format_is_read_off_the_template(template: str | None, name: str) ->
     assert detect_parser(template) == name
 
 
-def test_schema_of_required_calls_hoists_definitions() -> None:
-    parameters = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
-    tools: list[dict[str, Any]] = [{"name": "f", "parameters": parameters}, {"name": "g"}]
-    schema = required_schema(tools, parallel=False)
-    assert schema["$defs"] == {"A": {"type": "integer"}} and schema["maxItems"] == 1
-    assert "$defs" not in json.dumps(schema["items"]["anyOf"][0]["properties"]["parameters"].get("properties", {}))[:5]
-    other = {"name": "h", "parameters": {"type": "object", "$defs": {"A": {"type": "string"}}}}
-    with pytest.raises(ValueError, match=r"tools: expected one definition of \$defs.A, got two"):
-        required_schema([*tools, other], parallel=True)
+@pytest.mark.parametrize("keyword", ["$defs", "definitions", "properties"])
+def test_references_of_required_calls_lead_to_their_own_function(keyword: str) -> None:
+    def function(name: str, kind: str) -> dict[str, Any]:
+        properties = {"a": {"$ref": f"#/{keyword}/X"}, "const": {"$ref": f"#/{keyword}/X"}}
+        parameters = {"type": "object", "properties": properties, "required": ["a", "const"]}
+        parameters.setdefault(keyword, {})["X"] = {"type": kind}
+        return {"name": name, "parameters": parameters | {"additionalProperties": False, "$id": "https://example/f"}}
+
+    schema = required_schema([function("f", "integer"), function("g", "boolean")], parallel=False)
+    assert schema["maxItems"] == 1
+    for i, kind in enumerate(("integer", "boolean")):
+        properties = schema["items"]["anyOf"][i]["properties"]["parameters"]["properties"]
+        for name in ("a", "const"):
+            place: Any = schema
+            for part in properties[name]["$ref"].removeprefix("#/").split("/"):
+                place = place[int(part)] if isinstance(place, list) else place[part]
+            assert place == {"type": kind}
+
+
+def test_values_that_look_like_references_stay() -> None:
+    literal = {"$ref": "#/x"}
+    parameters = {"properties": {"a": {"const": literal, "default": literal}, "b": {"enum": [literal]}}}
+    schema = required_schema([{"name": "f", "parameters": parameters}], parallel=True)
+    assert schema["items"]["anyOf"][0]["properties"]["parameters"] == parameters
+
+
+def test_deep_parameters_of_required_calls_are_refused() -> None:
+    deep: Any = {}
+    for _ in range(5000):
+        deep = {"items": deep}
+    with pytest.raises(ValueError, match="tools: the parameters of 'f' are nested too deeply"):
+        required_schema([{"name": "f", "parameters": deep}], parallel=True)

@@ -4,8 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
-# Arguments of transformers' apply_chat_template, which are no variables of a template
-_RESERVED = ("add_generation_prompt", "chat_template", "conversation", "messages", "tokenize", "tools")
+# Arguments of transformers' apply_chat_template, and names that it gives to the template: no variables of a request
+_RESERVED = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "conversations",
+    "documents",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "sanitize_control_tokens",
+    "self",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+)
 
 
 def render_chat(tokenizer: Any, messages: list[dict[str, Any]], **template: Any) -> list[int]:

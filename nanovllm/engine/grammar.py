@@ -175,4 +175,5 @@ def _problem_of_first_steps(matcher: Any) -> str:
 def _shortened(problem: str) -> str:
     """An error of llguidance in one line, without the backtrace of a panic or the state of its parser."""
     text = " ".join(_INTERNALS.split(problem, maxsplit=1)[0].split())
+    text = text.replace("NoExtensionBias", "nothing can match it")
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."

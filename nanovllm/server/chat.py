@@ -16,7 +16,7 @@ from nanovllm.server.generation import Generation, Piece, TokenLogprobs
 from nanovllm.server.logprobs import chat_logprobs
 from nanovllm.server.protocol import ChatRequest
 from nanovllm.server.reasoning import ThinkParser
-from nanovllm.server.sampling import may_have_form, sampling_params
+from nanovllm.server.sampling import may_have_form, parameter_error, sampling_params
 from nanovllm.server.service import Service
 from nanovllm.server.tools import PARSERS, ArrayParser, CallPiece, NamedParser, ToolParser
 
@@ -35,8 +35,9 @@ async def create(service: Service, body: ChatRequest) -> Answer:
     with service.admitted(body.n or 1) as room:
         prompt, params = await service.prepare(_prepare, service, body, tools, compiles=may_have_form(body))
         generation = service.start([prompt], params, f"chatcmpl-{uuid.uuid4().hex}", arrival, room)
-    writer = _Writer(service, body, generation, params, prompt)
-    chunks = writer.stream() if body.stream else writer.whole()
+        writer = _Writer(service, body, generation, params, prompt)
+        chunks = writer.stream() if body.stream else writer.whole()
+        room.pop_all()  # the answer ends the generation from here on
     return Answer(generation, chunks, bool(body.stream), service.config.request_timeout)
 
 
@@ -78,7 +79,7 @@ def _prepare(service: Service, body: ChatRequest, tools: list[dict[str, Any]]) -
     try:
         return service.llm.check_request(prompt, params), params
     except ValueError as e:
-        raise ApiError(400, str(e), "messages" if str(e).startswith("prompt") else None) from None
+        raise (ApiError(400, str(e), "messages") if str(e).startswith("prompt") else parameter_error(e)) from None
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from nanovllm.server.errors import ApiError
 from nanovllm.server.generation import Generation, Piece
 from nanovllm.server.logprobs import CompletionLogprobs
 from nanovllm.server.protocol import CompletionRequest
-from nanovllm.server.sampling import may_have_form, sampling_params
+from nanovllm.server.sampling import may_have_form, parameter_error, sampling_params
 from nanovllm.server.service import Service
 
 
@@ -30,8 +30,9 @@ async def create(service: Service, body: CompletionRequest) -> Answer:
         prompts, params = await service.prepare(_prepare, service, body, given, compiles=may_have_form(body))
         request_id = f"cmpl-{body.request_id or uuid.uuid4().hex}"
         generation = service.start(prompts, params, f"cmpl-{uuid.uuid4().hex}", arrival, room)
-    writer = _Writer(service, body, generation, params, prompts, request_id)
-    chunks = writer.stream() if body.stream else writer.whole()
+        writer = _Writer(service, body, generation, params, prompts, request_id)
+        chunks = writer.stream() if body.stream else writer.whole()
+        room.pop_all()  # the answer ends the generation from here on
     return Answer(generation, chunks, bool(body.stream), service.config.request_timeout)
 
 
@@ -42,6 +43,9 @@ def _is_several(prompt: Any) -> bool:
 def _prepare(service: Service, body: CompletionRequest, given: list[Any]) -> tuple[list[list[int]], SamplingParams]:
     """Token ids of each prompt, all of which can run."""
     params = sampling_params(body, service.llm.default_sampling_params, 0, [])
+    if service.llm.tokenizer is None and (body.echo or body.logprobs is not None):
+        name = "echo" if body.echo else "logprobs"
+        raise ApiError(400, f"{name}: the model has no tokenizer, got {getattr(body, name)!r}", name)
     prompts = []
     for i, prompt in enumerate(given):
         try:
@@ -49,8 +53,8 @@ def _prepare(service: Service, body: CompletionRequest, given: list[Any]) -> tup
             prompts.append(service.llm.check_request(token_ids, params))
         except (ValueError, TypeError) as e:
             text = str(e)
-            if not text.startswith(("prompt: ", "prompt ")):  # about a parameter
-                raise ApiError(400, text) from None
+            if not text.startswith(("prompt: ", "prompt ")):
+                raise parameter_error(e) from None
             where = f"prompt[{i}]" if len(given) > 1 else "prompt"
             raise ApiError(400, f"{where}: {text[len('prompt') :].lstrip(': ')}", "prompt") from None
     return prompts, params

@@ -33,7 +33,9 @@ class _Completion:
 
     def __init__(self, index: int, tokenizer: Any, p: SamplingParams) -> None:
         self.index = index
-        self.detokenizer = Detokenizer(tokenizer, p.stop_strings, p.skip_special_tokens, p.min_tokens)
+        self.detokenizer = None
+        if tokenizer is not None:
+            self.detokenizer = Detokenizer(tokenizer, p.stop_strings, p.skip_special_tokens, p.min_tokens)
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
 
@@ -106,8 +108,10 @@ class Generation:
         last, detokenizer = tokens[-1], completion.detokenizer
         token_ids = [t.token_id for t in tokens if t.token_id is not None]
         self.num_tokens += len(token_ids)
-        text = detokenizer.advance(token_ids, last.finish_reason is not None)
         completion.finish_reason, completion.stop_reason = last.finish_reason, last.stop_reason
+        if detokenizer is None:
+            return ""
+        text = detokenizer.advance(token_ids, last.finish_reason is not None)
         if detokenizer.stop_reason is not None:
             completion.finish_reason, completion.stop_reason = "stop", detokenizer.stop_reason
             if last.finish_reason is None:

@@ -9,6 +9,7 @@ from typing import Any
 _MAX_SHOWN = 60  # characters of a value
 _KINDS = {
     "string_type": "a string",
+    "string_unicode": "text without lone surrogates",
     "int_type": "an integer",
     "float_type": "a number",
     "bool_type": "true or false",
@@ -64,6 +65,8 @@ def _expected(problem: dict[str, Any]) -> str | None:
         return f"at most {_items(limits['max_length'])}"
     if kind == "string_too_short":
         return f"a string of at least {limits['min_length']} character{'s' * (limits['min_length'] > 1)}"
+    if kind == "string_too_long":
+        return f"at most {limits['max_length']} characters"
     return _KINDS.get(kind)
 
 
@@ -71,7 +74,7 @@ def _got(problem: dict[str, Any]) -> str:
     kind = problem["type"]
     if kind in ("missing", "too_short"):
         return "none" if kind == "missing" or not problem["input"] else str(len(problem["input"]))
-    return str(len(problem["input"])) if kind == "too_long" else described(problem["input"])
+    return str(len(problem["input"])) if kind in ("too_long", "string_too_long") else described(problem["input"])
 
 
 def _items(count: int) -> str:

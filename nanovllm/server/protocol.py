@@ -143,7 +143,7 @@ class SamplingRequest(_Strict):
     guided_regex: SkipJsonSchema[str | None] = None
     guided_choice: SkipJsonSchema[FirstBad[list[str]] | None] = None
     guided_grammar: SkipJsonSchema[str | None] = None
-    request_id: str | None = None
+    request_id: Annotated[str, Field(max_length=256)] | None = None  # in every event
 
     @model_validator(mode="before")
     @classmethod

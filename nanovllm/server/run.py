@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import signal
@@ -24,6 +25,7 @@ from nanovllm.server.connection import Connection
 
 logger = logging.getLogger("nanovllm.server")
 _BACKLOG = 2048  # connections that wait for the server to take them
+_LAST_WORDS = 1  # second in which requests end once nobody waits for them
 _GRACE = 5  # seconds that clients have to take in that the server is going
 SWITCH_INTERVAL = 1e-5  # seconds after which the engine's thread gets Python back from a busy event loop
 
@@ -97,6 +99,10 @@ class _Server(uvicorn.Server):
         for call in self.config.app.state.on_exit:  # type: ignore[union-attr]
             call()
         await super().shutdown(sockets)
+        if self.force_exit:  # a second Ctrl-C: the clients that are still there hear of it
+            self.config.app.state.service.end_all()  # type: ignore[union-attr]
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS)
 
 
 @contextmanager

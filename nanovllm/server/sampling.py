@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -59,9 +60,14 @@ def sampling_params(
         form = structured_outputs(request, tools)
         return dataclasses.replace(defaults, **values, structured_outputs=form)
     except ValueError as e:
-        text = str(e)
-        name = text.removeprefix("SamplingParams.").split(":")[0] if text.startswith("SamplingParams.") else None
-        raise ApiError(400, text.removeprefix("SamplingParams."), name) from None
+        raise parameter_error(e) from None
+
+
+def parameter_error(error: ValueError | TypeError) -> ApiError:
+    """What the engine says of a parameter, under the name that it has in a request."""
+    text = re.sub("^StructuredOutputsParams", "structured_outputs", str(error).removeprefix("SamplingParams."))
+    name = re.match(r"\w+(?=[.:])", text)
+    return ApiError(400, text, name[0] if name else None)
 
 
 def _max_tokens(request: CompletionRequest | ChatRequest, room: int) -> int:

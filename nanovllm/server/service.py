@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from nanovllm.async_llm import AsyncLLM, EngineStopped
-from nanovllm.engine.chat import render_chat_text
+from nanovllm.engine.chat import check_text, render_chat_text
 from nanovllm.engine.detokenizer import longest_token_bytes
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.server.config import ServerConfig
@@ -58,11 +58,12 @@ class Service:
     def begin_shutdown(self) -> None:
         """What runs may end within shutdown_timeout; the rest then hears that the server is going."""
 
-        def end_all() -> None:
-            for generation in list(self._generations):
-                generation.stream.close(EngineStopped("the server is shutting down"))
+        asyncio.get_running_loop().call_later(self.config.shutdown_timeout, self.end_all)
 
-        asyncio.get_running_loop().call_later(self.config.shutdown_timeout, end_all)
+    def end_all(self) -> None:
+        """Ends every request with the news that the server is going."""
+        for generation in list(self._generations):
+            generation.stream.close(EngineStopped("the server is shutting down"))
 
     def close(self) -> None:
         for executor in (self._workers, self._compilers):
@@ -129,6 +130,7 @@ class Service:
         return self._encode(prompt, add_special_tokens)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        check_text("prompt", text)
         limit = self.llm.config.max_model_len
         if self._longest_token is not None and (size := len(text.encode())) > limit * self._longest_token:
             # Told without tokenising, which takes seconds for megabytes of text.
@@ -139,12 +141,13 @@ class Service:
         return self.llm.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def start(
-        self, prompts: list[list[int]], params: SamplingParams, request_id: str, arrival: float, room: ExitStack
+        self, prompts: list[list[int]], params: SamplingParams, request_id: str, arrival: float, admitted: ExitStack
     ) -> Generation:
-        """Starts checked prompts in the engine; room is what admitted() gave."""
+        """Starts checked prompts in the engine; admitted ends them at its exit, unless pop_all() has emptied it."""
         stream = self.llm.open_stream(prompts, params, request_id)
-        timer, room = RequestTimer(self.metrics, arrival), room.pop_all()
+        timer, room = RequestTimer(self.metrics, arrival), admitted.pop_all()
         generation = Generation(stream, self.llm.tokenizer, params, timer, room.close)
         self._generations.add(generation)
         room.callback(self._generations.discard, generation)
+        admitted.callback(generation.close)
         return generation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +11,9 @@ import pydantic
 import pytest
 from server.served import Served, fake_llm, serving, wait_idle
 
+from nanovllm.engine.chat import _RESERVED
 from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.server import chat, completions
 from nanovllm.server.config import ServerConfig
 from nanovllm.server.errors import ApiError
 from nanovllm.server.prompts import check_prompts
@@ -31,7 +35,8 @@ def served() -> Iterator[Served]:
 
 def refusal(served: Served, path: str, body: dict[str, Any]) -> tuple[str, str | None]:
     """Message and param of the 400."""
-    response = served.post(path, body)
+    content = json.dumps(body)  # with escapes: httpx would not write a lone surrogate
+    response = served.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert len(error["message"]) < 400
@@ -147,20 +152,25 @@ def test_a_port_is_taken_before_its_server_runs() -> None:
 
 
 DEEP = "[" * 100_000
-REQUIRED = {"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": {"$defs": 5}}}]}
+REQUIRED = {"tool_choice": "required", "tools": [{"function": {"name": "f", "parameters": {"$ref": "#/$defs/X"}}}]}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": DEEP}}]}
 
 
 @pytest.mark.parametrize(
     "body, text, param",
     [
-        (REQUIRED, "tools: expected an object as $defs of f, got 5", "tools"),
-        ({"structured_outputs": {"json": DEEP}}, "nested too deeply", None),
-        ({"guided_json": DEEP}, "nested too deeply", None),
+        (REQUIRED, "structured_outputs.json: Pointer", "structured_outputs"),
+        ({"structured_outputs": {"json": DEEP}}, "nested too deeply", "structured_outputs"),
+        ({"structured_outputs": {"regex": r"[^\s\S]"}}, "structured_outputs.regex: nothing can", "structured_outputs"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias: expected token ids in [0, 300), got 9999", "logit_bias"),
+        ({"stop_token_ids": [300]}, "stop_token_ids: expected token ids in [0, 300), got 300", "stop_token_ids"),
+        ({"request_id": "\ud800"}, 'request_id: expected text without lone surrogates, got "\\ud800"', "request_id"),
+        ({"request_id": "x" * 257}, "request_id: expected at most 256 characters, got 257", "request_id"),
+        ({"guided_json": DEEP}, "nested too deeply", "structured_outputs"),
         ({"messages": [*HI, CALL]}, "arguments of a tool call are nested too deeply", "messages"),
         ({"logit_bias": {"1" * 5000: 1}}, "logit_bias: expected token ids as keys", "logit_bias"),
     ],
-    ids=["defs", "json", "guided_json", "arguments", "logit_bias"],
+    ids=["ref", "json", "regex", "bias", "stop_ids", "surrogate", "long_id", "guided_json", "arguments", "logit_bias"],
 )
 def test_bad_chats(served: Served, body: dict[str, Any], text: str, param: str | None) -> None:
     message, where = refusal(served, "/v1/chat/completions", {"messages": HI} | body)
@@ -175,18 +185,60 @@ def test_deep_json_is_a_value_error() -> None:
 def test_a_bad_parameter_is_not_blamed_on_the_prompt(served: Served) -> None:
     for body in ({"stop_token_ids": [300]}, {"logit_bias": {"9999": 1}}):
         message, where = refusal(served, "/v1/completions", {"prompt": ["x", "y"]} | body)
-        assert not message.startswith("prompt") and next(iter(body)) in message and where != "prompt"
+        assert message.startswith(f"{next(iter(body))}: ") and where == next(iter(body))
     message, where = refusal(served, "/v1/completions", {"prompt": ["x", "y" * 400]})
     assert message.startswith("prompt[1]: of 400 tokens") and where == "prompt"
 
 
 @pytest.mark.parametrize(
-    "name", ["messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "conversation"]
+    "name",
+    ["messages", "tools", "tokenize", "chat_template", "add_generation_prompt", "conversation", "self", "padding"],
 )
 def test_reserved_names_are_no_variables_of_a_template(served: Served, name: str) -> None:
     for path in ("/v1/chat/completions", "/tokenize"):
         message, _ = refusal(served, path, {"messages": HI, "chat_template_kwargs": {name: None}})
         assert message == f"chat_template_kwargs: expected variables of the template, got the reserved name {name}"
+
+
+def test_reserved_names_are_all_arguments_of_the_template() -> None:
+    from transformers import PreTrainedTokenizerBase
+
+    arguments = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    assert set(arguments) - {"kwargs"} <= set(_RESERVED)
+
+
+def test_a_lone_surrogate_is_named(served: Served) -> None:
+    for path, body in (("/v1/completions", {"prompt": "a\ud800"}), ("/tokenize", {"prompt": "a\ud800"})):
+        message, where = refusal(served, path, body)
+        assert message == "prompt: expected valid text, got a lone surrogate at index 1" and where == "prompt"
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = fake_llm(monkeypatch, tokenizer=None)
+    with serving(llm, served_model_name=("fake",)) as served:
+        for field in ({"echo": True}, {"logprobs": 0}):
+            message, where = refusal(served, "/v1/completions", {"prompt": [5, 6]} | field)
+            assert message.startswith(f"{where}: the model has no tokenizer") and where in field
+        body = {"prompt": [5, 6], "max_tokens": 3, "ignore_eos": True}
+        answer = served.post("/v1/completions", body).json()
+        assert answer["choices"][0]["text"] == "" and answer["usage"]["completion_tokens"] == 3
+        assert served.post("/v1/completions", body | {"stream": True}).text.endswith("data: [DONE]\n\n")
+        wait_idle(llm.engine)
+    llm.shutdown()
+
+
+def test_a_request_whose_answer_cannot_be_made_ends(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("no answer")
+
+    for module, path, body in (
+        (completions, "/v1/completions", {"prompt": "x"}),
+        (chat, "/v1/chat/completions", {"messages": HI}),
+    ):
+        monkeypatch.setattr(module, "_Writer", fail)
+        assert served.post(path, body).status_code == 500
+        wait_idle(served.llm.engine)
+        assert served.app.state.service.num_open == 0
 
 
 def test_the_server_still_answers(served: Served) -> None:

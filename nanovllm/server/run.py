@@ -103,6 +103,7 @@ class _Server(uvicorn.Server):
             self.config.app.state.service.end_all()  # type: ignore[union-attr]
             if self.server_state.tasks:
                 await asyncio.wait(self.server_state.tasks, timeout=_LAST_WORDS)
+            await self.lifespan.shutdown()
 
 
 @contextmanager

@@ -77,6 +77,23 @@ def test_says_what_it_loads_before_it_loads(
     assert caplog.messages == [f"nanovllm: loading Qwen3ForCausalLM in float32 on cpu from {model}"]
 
 
+def test_a_second_ctrl_c_ends_streams_in_order(process: subprocess.Popen[str]) -> None:
+    url = url_of(process)
+    body = {"prompt": "the cat", "max_tokens": 150, "ignore_eos": True, "stream": True, "n": 32}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        errors = ""
+        while "Waiting for connections to close" not in errors:
+            errors += process.stderr.readline()  # type: ignore[union-attr]
+        process.send_signal(signal.SIGINT)
+        last = [line for line in lines if line][-1]
+    assert "the server is shutting down" in last
+    errors += process.stderr.read()  # type: ignore[union-attr]
+    assert process.wait(PATIENCE) == 0 and "Traceback" not in errors
+
+
 def test_an_address_in_use_is_told_before_the_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -53,7 +53,7 @@ def summary(path: str) -> list[str]:
         OSError, ValueError: it cannot be read, or is none; the text has the line.
     """
     from nanovllm.inspector import record
-    from nanovllm.inspector.view import View
+    from nanovllm.inspector.view import View, checked_number
 
     view, header = View(), {}
     used, micros = 0, []
@@ -64,7 +64,7 @@ def summary(path: str) -> list[str]:
         try:
             view.apply(event)
             if event.get("us"):
-                micros.append([us / 1 for us in event["us"]])
+                micros.append([checked_number(us) for us in event["us"]])
         except (KeyError, ValueError, TypeError, IndexError) as e:
             raise ValueError(f"{path}: line {number}: this event does not fit those before it: {e!r}") from e
         used = max(used, len(view.owners))

@@ -38,7 +38,8 @@ class BlockContent:
     is_published: bool
 
 
-def _number(value: Any) -> Any:
+def checked_number(value: Any) -> Any:
+    """The value, which has to be a number; else TypeError: a recording may say anything."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"expected a number, got {value!r}")
     return value
@@ -84,7 +85,7 @@ class View:
         Raises:
             KeyError, ValueError, TypeError, IndexError: the event does not fit the ones before, or is none.
         """
-        self.time = _number(event.get("time", self.time))
+        self.time = checked_number(event.get("time", self.time))
         if event["kind"] == "snapshot":
             self._restore(event)
         for name, *args in event.get("ops", ()):
@@ -94,8 +95,8 @@ class View:
     def _restore(self, event: Event) -> None:
         self._clear()
         self.model, self.next_free = event["model"], list(event["next"])
-        self.num_blocks, self.block_size = _number(event["num_blocks"]), _number(event["block_size"])
-        self.num_preemptions = _number(event["num_preemptions"])
+        self.num_blocks, self.block_size = checked_number(event["num_blocks"]), checked_number(event["block_size"])
+        self.num_preemptions = checked_number(event["num_preemptions"])
         for s in event["seqs"]:
             seq = SequenceView(s["id"], s["name"], s["prompt"], s["limit"], list(s["tokens"]))
             seq.num_cached, seq.state, seq.reason = s["cached"], s["state"], s["reason"]

@@ -147,8 +147,7 @@ __device__ void attend(const KernelParams& p, Shared<kHeadDim>& shared, const in
   auto take_work = [&] {
     mbarrier_wait(shared_address(&shared.work_full[at.slot]), at.parity);
     const Work next = shared.work[at.slot];
-    __syncwarp();
-    release(shared_address(&shared.work_empty[at.slot]));
+    mbarrier_arrive(shared_address(&shared.work_empty[at.slot]));
     at.advance();
     return next;
   };
@@ -272,7 +271,7 @@ __global__ void __launch_bounds__(Roles<Cache>::kThreads, 1)
     }
     for (int i = 0; i < kWorkSlots; ++i) {
       mbarrier_init(shared_address(&shared.work_full[i]), 1);
-      mbarrier_init(shared_address(&shared.work_empty[i]), kReaders + 2 * R::kLoaders);
+      mbarrier_init(shared_address(&shared.work_empty[i]), 32 * (kReaders + 2 * R::kLoaders));
     }
     mbarrier_init_fence();
   }

@@ -32,8 +32,7 @@ __device__ void for_key_tiles(const KernelParams& p, Shared<kHeadDim>& shared, b
   for (;;) {
     mbarrier_wait(shared_address(&shared.work_full[at.slot]), at.parity);
     const Work w = shared.work[at.slot];
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared.work_empty[at.slot]));
+    mbarrier_arrive(shared_address(&shared.work_empty[at.slot]));
     at.advance();
     if (w.head < 0) return;
     if (copies_q) {

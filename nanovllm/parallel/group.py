@@ -43,7 +43,7 @@ class Group:
         """From any thread: ends collectives that wait, on every rank of this process; none may follow."""
 
     def missing_rank(self) -> int | None:
-        """The rank that an aborted collective waited for, where that is known."""
+        """From any thread: the rank that a collective waits for, where that is known. None may follow that one."""
         return None
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ _ID_BYTES = 128
 _DTYPES = {torch.int32: 2, torch.int64: 4, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _SUM, _MIN = 0, 3
 _ABORT_SECONDS = 5.0
+_CALL_SECONDS = 0.5
 
 
 class _UniqueId(ctypes.Structure):
@@ -60,6 +61,7 @@ class NcclGroup(Group):
         self._nccl = _Nccl()
         self._communicator = ctypes.c_void_p()
         self._is_aborted = threading.Event()
+        self._calling = threading.Lock()  # held during a call of NCCL, which may wait for other ranks
         self.peers: PeerMemory | None = None
 
     def connect(self, store: dist.Store) -> None:
@@ -110,12 +112,23 @@ class NcclGroup(Group):
         return None
 
     def _call(self, name: str, *args: Any) -> None:
-        if self._is_aborted.is_set():
-            raise CollectiveError(f"{name}: the group has ended")
-        self._progress.collectives += 1
-        self._progress.doing = name
-        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
-        self._nccl(name, *args, self._communicator, stream)
+        self._call_together([(name, *args)])
+
+    def _call_together(self, calls: list[tuple[Any, ...]]) -> None:
+        """(name, arguments but for communicator and stream) of each; NCCL begins them when all have been made."""
+        name = calls[0][0]
+        with self._calling:
+            if self._is_aborted.is_set():
+                raise CollectiveError(f"{name}: the group has ended")
+            self._progress.collectives += 1
+            self._progress.doing = name
+            stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+            self._nccl("ncclGroupStart")
+            try:
+                for name, *args in calls:
+                    self._nccl(name, *args, self._communicator, stream)
+            finally:  # an open group would swallow all later calls of this thread, those of the next engine too
+                self._nccl("ncclGroupEnd")
 
     def nccl_all_reduce(self, x: Tensor, operation: int = _SUM) -> None:
         """In place, whatever the size of x."""
@@ -140,17 +153,14 @@ class NcclGroup(Group):
         if not x.numel():
             return x.new_empty(x.shape[0], self.size * x.shape[1])
         x = x.contiguous()
-        kind, count, numel = _DTYPES[x.dtype], ctypes.c_size_t(x.numel()), x.numel()
+        kind, count = _DTYPES[x.dtype], ctypes.c_size_t(x.numel())
         if self.rank != 0:
             self._call("ncclSend", ctypes.c_void_p(x.data_ptr()), count, kind, 0)
             return x
         parts = x.new_empty(self.size, *x.shape)
         parts[0] = x
-        self._nccl("ncclGroupStart")
-        for rank in range(1, self.size):
-            place = ctypes.c_void_p(parts.data_ptr() + rank * numel * x.element_size())
-            self._call("ncclRecv", place, count, kind, rank)
-        self._nccl("ncclGroupEnd")
+        places = [ctypes.c_void_p(part.data_ptr()) for part in parts]
+        self._call_together([("ncclRecv", places[rank], count, kind, rank) for rank in range(1, self.size)])
         return parts.transpose(0, 1).reshape(x.shape[0], -1)
 
     def broadcast(self, x: Tensor) -> None:
@@ -164,7 +174,7 @@ class NcclGroup(Group):
         return int(x)
 
     def missing_rank(self) -> int | None:
-        """The rank that an all-reduce waited for when it was ended."""
+        """The rank that our all-reduce waits for, which ends with that."""
         return None if self.peers is None else self.peers.missing_rank()
 
     def abort(self) -> None:
@@ -173,6 +183,8 @@ class NcclGroup(Group):
         self._is_aborted.set()
         if self.peers is not None:
             self.peers.abort()
+        if self._calling.acquire(timeout=_CALL_SECONDS):  # a call that waits for nobody must not lose its communicator
+            self._calling.release()
         if self._communicator.value is not None:
             # In a thread: with a broken device this may wait for ever, and nobody needs its end.
             abort = threading.Thread(

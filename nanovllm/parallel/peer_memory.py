@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from nanovllm.ops.all_reduce import MAX_HIDDEN, SENTINEL, exchange_bytes
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _DEVICE_TO_DEVICE = 3
+_LOOK_SECONDS = 0.25  # a waiting kernel looks at the abort word every 10 ms or so
 # Largest messages in bytes. Two ranks never gain from two shots: they move the same bytes.
 _SLOT_BYTES = {2: 8 << 20}
 _SLOT_BYTES_OF_MORE = 256 << 10
@@ -134,7 +136,11 @@ class PeerMemory:
         self._abort[0] = 1
 
     def missing_rank(self) -> int | None:
-        """The rank that an ended all-reduce waited for."""
+        """Ends an all-reduce that waits; the rank that it waited for."""
+        self.abort()
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while not self._abort[1] and time.monotonic() < deadline:
+            time.sleep(0.001)
         rank = int(self._abort[1]) - 1
         return None if rank < 0 else rank
 

@@ -256,8 +256,6 @@ class Watcher:
 
     def _fail_stuck(self, rank: int, how: str, ticks: int) -> None:
         self._is_failing = True
-        self._group.abort()  # a collective that waits then says for whom
-        time.sleep(TICK_SECONDS)
         missing = self._group.missing_rank()
         rank = rank if missing is None else missing
         step, collectives, doing = self._progress[rank]

@@ -37,17 +37,17 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def test_tokens(model):
-    """Graphs, and eager steps with the GPUs in another order."""
+    """Graphs, and eager steps with the GPUs in another order; and all memory comes back."""
     ties = NearTies.of_tiny("LlamaForCausalLM", "cuda:0", **FIELDS)
     free = []
     for size in SIZES:
-        for first, options in ((0, {}), (1, {"enforce_eager": True, "check_agreement": True})):
+        for first, options in ((0, {}), (1, {"enforce_eager": True, "check_agreement": True}), (0, {})):
             with torch.cuda.device(first), make_llm(model, tensor_parallel_size=size, **options) as llm:
                 ties.check(PROMPTS, llm.generate(PROMPTS, GREEDY, use_tqdm=False), f"{size} ranks {options}")
             torch.cuda.empty_cache()
             free.append([torch.cuda.mem_get_info(i)[0] for i in (0, 1)])
-    print(free)
-    assert all(after > before - (200 << 20) for before, after in zip(free[0], free[-1])), "memory is not returned"
+    print(free)  # from the second on this process has a context on both
+    assert all(after > before - (200 << 20) for before, after in zip(free[1], free[-1])), "memory is not returned"
 
 
 @pytest.mark.parametrize(

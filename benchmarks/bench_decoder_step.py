@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanovllm import ops
 from nanovllm.engine.context import Context, set_context
+from nanovllm.layers.decode_linear import share_workspace
 from nanovllm.loader.dummy import fill_dummy
 from nanovllm.models.config import ModelConfig, RopeScaling
 from nanovllm.models.decoder_step import DecoderStep
@@ -27,6 +28,7 @@ SHAPES = {
     "qwen3-0.6b": ("Qwen3ForCausalLM", 28, 1024, 3072, 16, 8, 128, 151936),
     "qwen3-1.7b": ("Qwen3ForCausalLM", 28, 2048, 6144, 16, 8, 128, 151936),
     "qwen3-4b": ("Qwen3ForCausalLM", 36, 2560, 9728, 32, 8, 128, 151936),
+    "qwen3-8b": ("Qwen3ForCausalLM", 36, 4096, 12288, 32, 8, 128, 151936),
     "llama-3.2-1b": ("LlamaForCausalLM", 16, 2048, 8192, 32, 8, 64, 128256),
     "qwen2.5-0.5b": ("Qwen2ForCausalLM", 24, 896, 4864, 14, 2, 64, 151936),
     "smollm2-135m": ("LlamaForCausalLM", 30, 576, 1536, 9, 3, 64, 49152),
@@ -109,6 +111,7 @@ def main() -> None:
     with torch.device("cuda"):
         model = model_class(c.architecture)(c)
     fill_dummy(model)
+    share_workspace(model, torch.device("cuda"))
     step = DecoderStep(model)
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     rows = []

@@ -64,13 +64,13 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
   // normed.
   m.def(
       "decode_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, Tensor? squares, float eps, bool "
-      "silu_and_mul, bool weight_complete) -> ()");
+      "silu_and_mul, bool weight_complete, Tensor(b!)? workspace) -> ()");
   // residual += x @ weight.T + bias, and half of the norm that follows: scaled, and the rows' sums of
   // squares.
   m.def(
       "decode_linear_add(Tensor(a!) residual, Tensor(b!) scaled, Tensor(c!) squares, Tensor x, Tensor "
       "weight, "
-      "Tensor? bias, Tensor norm_weight, bool weight_complete) -> ()");
+      "Tensor? bias, Tensor norm_weight, bool weight_complete, Tensor(d!)? workspace) -> ()");
   // out = x @ weight.T + bias for a few rows, bound by reading the weight once.
   m.def("skinny_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()");
   // The same with the weight as the rows of a GGUF file: Q4_0, Q4_1 or Q8_0 blocks of bytes.

@@ -1,5 +1,6 @@
-// out = x @ weight^T + bias, or silu_and_mul of it, for the rows of a decode step: decode_linear.cuh, or for
-// a very long weight decode_linear_tall.cuh.
+// out = x @ weight^T + bias, or silu_and_mul of it, for the rows of a decode step: decode_linear.cuh, for a
+// large weight decode_linear_stream.cuh, or for a very long one decode_linear_tall.cuh.
+#include "kernels/decode_linear_stream.cuh"
 #include "kernels/decode_linear_tall.cuh"
 
 namespace nanovllm::kernels {
@@ -66,12 +67,21 @@ struct SiluAndMul {
 
 cudaError_t launch_decode_linear(const DecodeLinearParams& p, cudaStream_t stream) {
   using namespace decode_linear;
-  if (const int num_sms = num_hopper_sms(); num_sms > 0 && tall_takes(p, num_sms))
-    return launch_tall(p, num_sms, stream);
+  const int num_sms = num_hopper_sms();
+  if (num_sms > 0 && tall_takes(p, num_sms)) return launch_tall(p, num_sms, stream);
   const int64_t n = p.silu_and_mul ? p.n / 2 : p.n;
   const Out out{p.out, p.out_stride_row,
                 n % kQuad == 0 && is_aligned(p.out, {p.out_stride_row}, 2, 2 * kQuad)};
+  if (num_sms > 0 && stream_takes(p))
+    return p.silu_and_mul ? launch_stream<SiluAndMul>(p, out, num_sms, stream)
+                          : launch_stream<Plain>(p, out, num_sms, stream);
   return p.silu_and_mul ? launch<SiluAndMul>(p, out, stream) : launch<Plain>(p, out, stream);
+}
+
+int64_t decode_linear_workspace_numel(int device) {
+  int num_sms = 0;
+  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  return decode_linear::stream_workspace_bytes(num_sms) / 4;
 }
 
 }  // namespace nanovllm::kernels

@@ -27,6 +27,7 @@ struct DecodeLinearParams {
   const void* __restrict__ weight;  // [n, k]
   const void* __restrict__ bias;    // [n], or null
   Squares squares;                  // of the rows before their norm
+  int32_t* workspace;               // CUDA: [decode_linear_workspace_numel], all ones, or null
   int64_t num_rows, n, k;
   int64_t out_stride_row, x_stride_row, weight_stride_row;  // elements
   bool silu_and_mul;
@@ -40,7 +41,9 @@ void decode_linear(const DecodeLinearParams& p);
 #ifdef NV_CUDA
 namespace kernels {
 cudaError_t launch_decode_linear(const DecodeLinearParams& p, cudaStream_t stream);
-}
+/// int32 elements of a workspace for a device.
+int64_t decode_linear_workspace_numel(int device);
+}  // namespace kernels
 #endif
 
 }  // namespace nanovllm

@@ -1,7 +1,8 @@
 // residual += x @ weight^T + bias, scaled = residual * norm_weight, partial sums of squares of residual:
-// decode_linear.cuh. The product is rounded before it is added, as if it were an operator of its own.
-#include "kernels/decode_linear.cuh"
+// decode_linear.cuh and decode_linear_stream.cuh. The product is rounded before it is added, as if it were an
+// operator of its own.
 #include "kernels/decode_linear_add.h"
+#include "kernels/decode_linear_stream.cuh"
 
 namespace nanovllm::kernels {
 namespace decode_linear {
@@ -49,10 +50,11 @@ struct Add {
 
 cudaError_t launch_decode_linear_add(const DecodeLinearAddParams& p, cudaStream_t stream) {
   using namespace decode_linear;
-  return launch<Add>(
-      p.linear,
-      {p.linear.out, p.scaled, p.norm_weight, p.squares, p.linear.out_stride_row, p.scaled_stride_row},
-      stream);
+  const Add::Params add{p.linear.out,       p.scaled, p.norm_weight, p.squares, p.linear.out_stride_row,
+                        p.scaled_stride_row};
+  const int num_sms = num_hopper_sms();
+  if (num_sms > 0 && stream_takes(p.linear)) return launch_stream<Add>(p.linear, add, num_sms, stream);
+  return launch<Add>(p.linear, add, stream);
 }
 
 }  // namespace nanovllm::kernels

@@ -1,7 +1,9 @@
 // The weights of the decoder step, streamed through a ring in shared memory. Some warps copy them in the
 // order in which the others use them: weights do not depend on the step, so copies go on under every wait of
-// the computation. But a word that other blocks wait for travels behind the copies issued before it. So a
-// layer's weights come in small pieces, one at a time: few bytes in flight, just enough for the rate needed.
+// the computation. But a word that other blocks wait for travels behind the copies issued before it. So the
+// slots of a matrix that are filled before its product begins come in small pieces, one at a time: few bytes
+// in flight, just enough for the rate needed. Later slots have room only once the product runs, so nobody
+// waits for words then, and as much is in flight as there is room for.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -92,10 +94,11 @@ struct Streamer {
   }
 
   /// Copies this block's `tiles` of a matrix with `depth` columns; `rows(tile, i)`: rows 8 i .. 8 i + 7 of
-  /// one. `alone`: no block waits for another now, so as much is in flight as there is room for.
+  /// one. `alone`: no block waits for another now, not even for the first slots.
   template <int kTile, class Rows>
   __device__ void matrix(int depth, int tiles, bool alone, Rows const& rows) {
     using S = Slot<kTile>;
+    int number = 0;  // of the slot
 #pragma unroll 1
     for (int first = 0; first < tiles; first += kGroup)
 #pragma unroll 1
@@ -104,7 +107,8 @@ struct Streamer {
         for (int k = block; k < min(block + kDepth, depth); k += S::kSlotDepth)
 #pragma unroll 1
           for (int i = first; i < min(first + kGroup, tiles); ++i) {
-            if (turn == 0) slot<kTile>(depth, k, tile_of(i), alone, rows);
+            if (turn == 0) slot<kTile>(depth, k, tile_of(i), alone || number >= ring.count, rows);
+            ++number;
             turn = turn == 0 ? kStreamWarps - 1 : turn - 1;
             ring.advance();
           }

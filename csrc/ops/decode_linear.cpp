@@ -5,10 +5,11 @@
 namespace nanovllm::ops {
 
 void decode_linear(Tensor out, Tensor x, Tensor weight, std::optional<Tensor> bias,
-                   std::optional<Tensor> squares, double eps, bool silu_and_mul, bool weight_complete) {
+                   std::optional<Tensor> squares, double eps, bool silu_and_mul, bool weight_complete,
+                   std::optional<Tensor> workspace) {
   constexpr auto kOp = "decode_linear";
   Dim rows{"num_rows"}, n{"out_features"}, k{"in_features"};
-  DecodeLinearParams p = check_decode_linear(kOp, rows, n, k, x, weight, bias, weight_complete);
+  DecodeLinearParams p = check_decode_linear(kOp, rows, n, k, x, weight, bias, weight_complete, workspace);
   check(!silu_and_mul || n.value % 2 == 0, kOp, "weight", "expected as many gate rows as up rows, got ",
         n.value, " rows");
   if (silu_and_mul)

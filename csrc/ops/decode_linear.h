@@ -20,7 +20,7 @@ inline void check_packed_rows(const char* op, const char* arg, const Tensor& t) 
 /// Checks all but what is written; num_rows, n and k are bound here.
 inline DecodeLinearParams check_decode_linear(const char* op, Dim& rows, Dim& n, Dim& k, const Tensor& x,
                                               const Tensor& weight, const std::optional<Tensor>& bias,
-                                              bool weight_complete) {
+                                              bool weight_complete, const std::optional<Tensor>& workspace) {
   check_shape(op, "x", x, {rows, k});
   check_shape(op, "weight", weight, {n, k});
   check(rows.value <= kDecodeLinearMaxRows, op, "x", "expected at most ", kDecodeLinearMaxRows, " rows, got ",
@@ -36,9 +36,23 @@ inline DecodeLinearParams check_decode_linear(const char* op, Dim& rows, Dim& n,
     check_dtype(op, "bias", *bias, x.scalar_type());
     check_contiguous(op, "bias", *bias);
   }
+  if (workspace.has_value()) {
+    Dim numel{"workspace_numel"};
+    check_shape(op, "workspace", *workspace, {numel});
+    check_dtype(op, "workspace", *workspace, ScalarType::Int);
+    check_contiguous(op, "workspace", *workspace);
+#ifdef NV_CUDA
+    const int64_t needed = kernels::decode_linear_workspace_numel(workspace->get_device_index());
+    check(numel.value >= needed, op, "workspace", "expected at least ", needed, " elements, got ",
+          numel.value);
+    check(reinterpret_cast<uintptr_t>(workspace->data_ptr()) % 16 == 0, op, "workspace",
+          "expected an address that 16 divides");
+#endif
+  }
   return {.x = x.data_ptr(),
           .weight = weight.data_ptr(),
           .bias = data_or_null<void>(bias),
+          .workspace = workspace.has_value() ? static_cast<int32_t*>(workspace->data_ptr()) : nullptr,
           .num_rows = rows.value,
           .n = n.value,
           .k = k.value,

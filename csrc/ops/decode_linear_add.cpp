@@ -6,10 +6,12 @@
 namespace nanovllm::ops {
 
 void decode_linear_add(Tensor residual, Tensor scaled, Tensor squares, Tensor x, Tensor weight,
-                       std::optional<Tensor> bias, Tensor norm_weight, bool weight_complete) {
+                       std::optional<Tensor> bias, Tensor norm_weight, bool weight_complete,
+                       std::optional<Tensor> workspace) {
   constexpr auto kOp = "decode_linear_add";
   Dim rows{"num_rows"}, n{"out_features"}, k{"in_features"};
-  DecodeLinearAddParams p{.linear = check_decode_linear(kOp, rows, n, k, x, weight, bias, weight_complete)};
+  DecodeLinearAddParams p{
+      .linear = check_decode_linear(kOp, rows, n, k, x, weight, bias, weight_complete, workspace)};
   check(n.value % kDecodeLinearPack == 0, kOp, "weight", "expected out_features that ", kDecodeLinearPack,
         " divides, got ", n.value);
   check_shape(kOp, "norm_weight", norm_weight, {n});

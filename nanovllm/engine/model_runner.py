@@ -19,6 +19,7 @@ from nanovllm.engine.kv_cache import block_bytes, max_useful_blocks, num_blocks_
 from nanovllm.engine.row_table import Arrays, RowTable
 from nanovllm.engine.staging import FixedInputs, StagingBuffer, device_view
 from nanovllm.engine.step_graphs import MAX_GRAPH_TOKENS, DecodeGraphs, FusedDecodeGraphs, MixedGraphs, StepGraphs
+from nanovllm.layers.decode_linear import share_workspace
 from nanovllm.layers.logits import Logprobs, process_row
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder_step import DecoderStep, supports
@@ -94,6 +95,7 @@ class ModelRunner:
         self.plan = torch.empty(ops.decode_plan_numel(rows, device), dtype=torch.int32, device=device)
         numel = ops.decode_workspace_numel(rows, config.max_model_len, *heads, device)
         self.workspace = torch.zeros(numel, dtype=torch.float32, device=device)
+        share_workspace(self.model, device)
         self.allocate_kv_cache(0)
         self.warmup_model()
         self.decodes_by_rope_attention = all(a.decodes_by_rope_attention for a in self._attentions())

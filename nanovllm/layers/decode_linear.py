@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm import ops
 from nanovllm.ops.decode_linear import MAX_ROWS
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from nanovllm.layers.layernorm import RMSNorm
     from nanovllm.layers.linear import LinearBase
 
-_MAX_NUMEL = 1 << 23  # of a weight; larger ones fill the GPU through cuBLAS
+# Of a weight, by tokens; with few of them and a workspace there is no limit (csrc/kernels/decode_linear_stream.cuh).
+_MAX_NUMEL, _MAX_NUMEL_OF_FEW, _FEW = 1 << 23, 1 << 24, 64
 # Of a head: a weight of more rows than _TALL, and few tokens, whose x fits into shared memory.
 _TALL, _TALL_X_NUMEL, _TALL_TOKENS = 1 << 15, 1 << 16, 64  # csrc/kernels/decode_linear_tall.cuh
 _runs_on = functools.cache(ops.decode_linear_runs_on)
@@ -35,9 +36,13 @@ class HalfNormed:
         return self.scaled.shape
 
 
-def is_decode_product(num_tokens: int, weight: Tensor) -> bool:
+def is_decode_product(num_tokens: int, weight: Tensor, workspace: Tensor | None) -> bool:
     """Whether ops.decode_linear is the fastest for this product, by benchmarks/bench_decode_linear.py."""
-    return num_tokens <= MAX_ROWS and weight.numel() <= _MAX_NUMEL and _takes(weight)
+    if num_tokens <= _FEW:
+        is_best = workspace is not None or weight.numel() <= _MAX_NUMEL_OF_FEW
+    else:
+        is_best = num_tokens <= MAX_ROWS and weight.numel() <= _MAX_NUMEL
+    return is_best and _takes(weight)
 
 
 def is_head_product(num_tokens: int, weight: Tensor) -> bool:
@@ -56,11 +61,29 @@ def _takes(weight: Tensor) -> bool:
     )
 
 
-def decode_product(x: Tensor | HalfNormed, weight: Tensor, bias: Tensor | None, silu_and_mul: bool = False) -> Tensor:
+def share_workspace(model: nn.Module, device: torch.device) -> None:
+    """Gives the linear layers of a model, whose calls follow each other, a workspace for large weights, if the device
+    has a use for it."""
+    if device.type != "cuda" or not _runs_on(device):
+        return
+    workspace = torch.full((ops.decode_linear_workspace_numel(device),), -1, dtype=torch.int32, device=device)
+    for layer in model.modules():
+        if hasattr(layer, "workspace"):
+            layer.workspace = workspace
+
+
+def decode_product(
+    x: Tensor | HalfNormed,
+    weight: Tensor,
+    bias: Tensor | None,
+    workspace: Tensor | None,
+    silu_and_mul: bool = False,
+) -> Tensor:
     """x @ weight.T + bias, or silu(gate) * up of it; of a product that it is for."""
     rows, squares, eps = (x.scaled, x.squares, x.eps) if isinstance(x, HalfNormed) else (x, None, 0.0)
     out = rows.new_empty(rows.shape[0], weight.shape[0] // (2 if silu_and_mul else 1))
-    ops.decode_linear(out, rows, weight, bias, squares, eps, silu_and_mul=silu_and_mul, weight_complete=True)
+    options = {"silu_and_mul": silu_and_mul, "weight_complete": True, "workspace": workspace}
+    ops.decode_linear(out, rows, weight, bias, squares, eps, **options)
     return out
 
 
@@ -73,11 +96,12 @@ def add_and_norm(
     if (
         reader is None
         or norm.group.size > 1  # layer gives a part of a sum over the ranks, which the norm completes
-        or not is_decode_product(num_tokens, layer.weight)
-        or not is_decode_product(num_tokens, reader.weight)
+        or not is_decode_product(num_tokens, layer.weight, layer.workspace)
+        or not is_decode_product(num_tokens, reader.weight, reader.workspace)
     ):
         return norm(layer(x), residual)[0]
     scaled = torch.empty_like(residual)
     squares = residual.new_empty(ops.decode_squares_shape(residual.shape[1], num_tokens), dtype=torch.float32)
-    ops.decode_linear_add(residual, scaled, squares, x, layer.weight, layer.bias, norm.weight, weight_complete=True)
+    options = {"weight_complete": True, "workspace": layer.workspace}
+    ops.decode_linear_add(residual, scaled, squares, x, layer.weight, layer.bias, norm.weight, **options)
     return HalfNormed(scaled, squares, norm.eps)

@@ -60,10 +60,11 @@ class ParallelLMHead(Layer):
         super().__init__()
         self.weight = _vocab_parameter(vocab_size, hidden_size, dtype) if tied_to is None else tied_to.weight
         self.packed: PackedWeight | None = None
+        self.workspace: Tensor | None = None
         self.group, self.vocab_size = current_group(), vocab_size
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        logits = linear(hidden_states, self.weight, packed=self.packed)
+        logits = linear(hidden_states, self.weight, None, self.packed, self.workspace)
         if self.group.size == 1:
             return logits
         return self.group.gather(logits)[:, : self.vocab_size].contiguous()  # a copy only where there is padding

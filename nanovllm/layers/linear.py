@@ -22,7 +22,11 @@ def _is_skinny(x: Tensor, weight: Tensor) -> bool:
 
 
 def linear(
-    x: Tensor | HalfNormed, weight: Tensor, bias: Tensor | None = None, packed: PackedWeight | None = None
+    x: Tensor | HalfNormed,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    packed: PackedWeight | None = None,
+    workspace: Tensor | None = None,
 ) -> Tensor:
     """x @ weight.T + bias; for few rows by the operator that reads the weight once, on CPU its packed form if any.
 
@@ -31,11 +35,14 @@ def linear(
         weight: [out, in].
         bias: [out] or None.
         packed: the quantised form of weight, or None.
+        workspace: of `share_workspace`, or None.
     Returns:
         [num_tokens, out].
     """
-    if isinstance(x, HalfNormed) or is_decode_product(x.shape[0], weight) or is_head_product(x.shape[0], weight):
-        out = decode_product(x, weight, bias)
+    num_tokens = x.shape[0]
+    is_decode = is_decode_product(num_tokens, weight, workspace) or is_head_product(num_tokens, weight)
+    if isinstance(x, HalfNormed) or is_decode:
+        out = decode_product(x, weight, bias, workspace)
     elif packed is not None and x.shape[0] <= MAX_ROWS:
         out = x.new_empty(x.shape[0], weight.shape[0])
         ops.skinny_linear_gguf(out, x, packed.blocks, packed.quant_type, bias)
@@ -51,7 +58,7 @@ class LinearBase(Layer):
     """y = x @ weight.T + bias; weight [out, in], of one or several checkpoint tensors stacked along out.
 
     `shards` maps each of these to the slice that this rank holds. The loader may set `packed`, the quantised form of
-    weight: a decode step then reads that.
+    weight: a decode step then reads that. `share_workspace` may set `workspace`.
     """
 
     def __init__(self, input_size: int, shards: dict[Shard, Slice], bias: bool, dtype: torch.dtype) -> None:
@@ -60,9 +67,10 @@ class LinearBase(Layer):
         self.weight = make_parameter((output_size, input_size), dtype, shards)
         self.bias = make_parameter((output_size,), dtype, shards) if bias else None
         self.packed: PackedWeight | None = None
+        self.workspace: Tensor | None = None
 
     def forward(self, x: Tensor | HalfNormed) -> Tensor:
-        return linear(x, self.weight, self.bias, self.packed)
+        return linear(x, self.weight, self.bias, self.packed, self.workspace)
 
 
 class QKVParallelLinear(LinearBase):
@@ -115,5 +123,5 @@ class RowParallelLinear(LinearBase):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.group.rank == 0 else None  # once in the sum
-        out = linear(x, self.weight, bias, self.packed)
+        out = linear(x, self.weight, bias, self.packed, self.workspace)
         return self.group.all_reduce(out) if self.reduce else out

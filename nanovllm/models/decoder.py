@@ -47,8 +47,8 @@ class DecoderMLP(Layer):
 
     def forward(self, x: Tensor | HalfNormed) -> Tensor:
         layer = self.gate_up_proj
-        if is_decode_product(x.shape[0], layer.weight):
-            return decode_product(x, layer.weight, layer.bias, silu_and_mul=True)
+        if is_decode_product(x.shape[0], layer.weight, layer.workspace):
+            return decode_product(x, layer.weight, layer.bias, layer.workspace, silu_and_mul=True)
         return self.act_fn(layer(x))
 
 

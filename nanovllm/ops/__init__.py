@@ -3,7 +3,12 @@
 from nanovllm.ops._library import HAS_CUDA, has_cuda_kernel, operator_names, without_cuda_kernel
 from nanovllm.ops.add_rms_norm import add_rms_norm
 from nanovllm.ops.all_reduce import all_reduce
-from nanovllm.ops.decode_linear import decode_linear, decode_linear_runs_on, decode_squares_shape
+from nanovllm.ops.decode_linear import (
+    decode_linear,
+    decode_linear_runs_on,
+    decode_linear_workspace_numel,
+    decode_squares_shape,
+)
 from nanovllm.ops.decode_linear_add import decode_linear_add
 from nanovllm.ops.decode_plan import decode_plan, decode_plan_numel
 from nanovllm.ops.decoder_step import decoder_step, decoder_step_workspace_numel
@@ -28,6 +33,7 @@ __all__ = [
     "decode_linear",
     "decode_linear_add",
     "decode_linear_runs_on",
+    "decode_linear_workspace_numel",
     "decode_plan",
     "decode_plan_numel",
     "decode_squares_shape",

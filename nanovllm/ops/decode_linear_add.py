@@ -14,6 +14,7 @@ def decode_linear_add(
     norm_weight: Tensor,
     *,
     weight_complete: bool = False,
+    workspace: Tensor | None = None,
 ) -> None:
     """residual += x @ weight.T + bias; scaled = residual * norm_weight; squares = partial sums of residual^2.
 
@@ -36,7 +37,8 @@ def decode_linear_add(
         norm_weight: [out_features] dtype of x, contiguous.
         weight_complete: the promise that weight and bias were written before the previous kernel of the stream
             began, as a model's are. It changes nothing on CPU.
+        workspace: as in decode_linear.
     Raises:
         RuntimeError: a shape, dtype, stride, address or device does not fit; the text names it.
     """
-    _op(residual, scaled, squares, x, weight, bias, norm_weight, weight_complete)
+    _op(residual, scaled, squares, x, weight, bias, norm_weight, weight_complete, workspace)

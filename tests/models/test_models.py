@@ -72,7 +72,7 @@ def test_prefill_then_decode(tmp_path, architecture, overrides):
 def test_products_that_take_the_norms_along(tmp_path, architecture, monkeypatch):
     """What Hopper runs for few tokens, by the operators' CPU side."""
     for module in (decode_linear, linear, decoder):
-        monkeypatch.setattr(module, "is_decode_product", lambda num_tokens, weight: weight.shape[0] % 8 == 0)
+        monkeypatch.setattr(module, "is_decode_product", lambda num_tokens, weight, workspace: weight.shape[0] % 8 == 0)
     theirs, ours = make(tmp_path, architecture)
     paged = PagedModel(ours, BLOCK_SIZE)
     sequences = make_prompts()

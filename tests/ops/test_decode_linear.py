@@ -73,6 +73,84 @@ def test_heads(rows: int, n: int, k: int, kind: torch.dtype) -> None:
     assert wide[:, :8].isnan().all() and wide[:, -8:].isnan().all()
 
 
+def make_workspace() -> Tensor:
+    return torch.full((ops.decode_linear_workspace_numel("cuda"),), -1, device="cuda", dtype=torch.int32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 33, 64])
+@pytest.mark.parametrize(
+    "n, k, kind, silu_and_mul",
+    [
+        (5120, 5120, torch.bfloat16, False),
+        (24576, 4096, torch.bfloat16, True),
+        (1000, 16904, torch.float16, False),
+        (4104, 4168, torch.float16, True),
+        (600064, 32, torch.bfloat16, True),
+    ],
+)
+def test_large_weights(rows: int, n: int, k: int, kind: torch.dtype, silu_and_mul: bool) -> None:
+    """Tiles are shared by blocks, which leave sums for each other in the workspace."""
+    out, x, weight, bias = make(rows, n, k, "cuda", kind)
+    weight /= k**0.5
+    out = out[:, : n // 2] if silu_and_mul else out
+    workspace, first = make_workspace(), None
+    for with_bias in (None, bias, bias, bias):
+        out.fill_(float("nan"))
+        options = {"silu_and_mul": silu_and_mul, "weight_complete": True, "workspace": workspace}
+        ops.decode_linear(out, x, weight, with_bias, **options)
+        if with_bias is None:
+            reference.assert_accurate(out, linear_silu_and_mul if silu_and_mul else reference.linear, x, weight, None)
+        elif first is None:
+            reference.assert_accurate(out, linear_silu_and_mul if silu_and_mul else reference.linear, x, weight, bias)
+            first = out.clone()
+        else:
+            reference.assert_same_bits(out, first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 40])
+def test_large_weights_in_a_row(rows: int) -> None:
+    """In a graph, of three shapes: the workspace is ready again for each, and no call overtakes another."""
+    workspace, graph = make_workspace(), torch.cuda.CUDAGraph()
+    products = [make(rows, n, k, "cuda", torch.bfloat16)[:3] for n, k in ((4096, 5120), (12800, 4096), (5120, 12800))]
+    inputs = [products[0][1], products[0][0], products[1][0]]  # but the first, each reads what the one before wrote
+
+    def run() -> None:
+        for x, (out, _, weight) in zip(inputs, products):
+            ops.decode_linear(out, x, weight, weight_complete=True, workspace=workspace)
+
+    run()
+    for x, (out, _, weight) in zip(inputs, products):
+        reference.assert_accurate(out, reference.linear, x, weight, None)
+    want = [out.clone() for out, _, _ in products]
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(20):
+        for out, _, _ in products:
+            out.fill_(float("nan"))
+        graph.replay()
+        for (out, _, _), expected in zip(products, want):
+            reference.assert_same_bits(out, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 40])
+def test_large_weights_take_the_rest_of_a_norm(rows: int) -> None:
+    n, k = 4096, 4168
+    out, residual, weight, bias = make(rows, n, k, "cuda", torch.bfloat16)
+    norm_weight = torch.rand(k, device="cuda").bfloat16()
+    squares = torch.zeros(ops.decode_squares_shape(k, rows), device="cuda")
+    for i, part in enumerate(residual.float().split(64, dim=1)):
+        squares[i] = part.square().sum(1)
+    ops.decode_linear(out, residual * norm_weight, weight, bias, squares, EPS, workspace=make_workspace())
+
+    def normed_linear(residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return reference.linear(reference.rms_norm(residual, norm_weight, EPS), weight, bias)
+
+    reference.assert_accurate(out, normed_linear, residual, norm_weight, weight, bias)
+
+
 @pytest.mark.parametrize("rows", [3, 40, 70])
 @pytest.mark.parametrize("k", [8, 200, 576])
 def test_the_rest_of_a_norm(device: str, dtype: torch.dtype, rows: int, k: int) -> None:
@@ -139,3 +217,16 @@ def test_errors_of_alignment() -> None:
     wide = weight.new_empty(6, 25)
     with pytest.raises(RuntimeError, match="weight: expected a row stride that 8 divides, got 25"):
         ops.decode_linear(out, x, wide[:, :24])
+
+
+@pytest.mark.gpu
+def test_errors_of_the_workspace() -> None:
+    out, x, weight, _ = make(3, 6, 24, "cuda", torch.bfloat16)
+    workspace = make_workspace()
+    for wrong, message in (
+        (workspace[1:], "workspace: expected at least"),
+        (workspace.float(), "workspace: expected dtype int32, got float32"),
+        (torch.zeros(workspace.numel() + 1, device="cuda", dtype=torch.int32)[1:], "expected an address that 16"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.decode_linear(out, x, weight, workspace=wrong)

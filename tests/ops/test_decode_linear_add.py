@@ -34,6 +34,23 @@ def test_results(device: str, dtype: torch.dtype, rows: int, n: int, k: int) -> 
     reference.assert_close(args["squares"], squares, atol=0, rtol=1e-5, what="squares")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 17, 64])
+@pytest.mark.parametrize("n, k", [(5120, 4096), (1032, 16904)])
+def test_large_weights(rows: int, n: int, k: int) -> None:
+    args = make(rows, n, k, "cuda", torch.bfloat16)
+    workspace = torch.full((ops.decode_linear_workspace_numel("cuda"),), -1, device="cuda", dtype=torch.int32)
+    product = torch.empty_like(args["residual"])
+    ops.decode_linear(product, args["x"], args["weight"], args["bias"], workspace=workspace)
+    reference.assert_accurate(product, reference.linear, args["x"], args["weight"], args["bias"])
+    residual = args["residual"] + product
+    ops.decode_linear_add(**args, weight_complete=True, workspace=workspace)
+    reference.assert_same_bits(args["residual"], residual, "residual")
+    reference.assert_same_bits(args["scaled"], residual * args["norm_weight"], "scaled")
+    squares = torch.stack([part.double().square().sum(1) for part in residual.split(64, dim=1)])
+    reference.assert_close(args["squares"], squares, atol=0, rtol=1e-5, what="squares")
+
+
 def test_with_its_reader(device: str, dtype: torch.dtype) -> None:
     """The two halves of a norm are the norm."""
     args = make(40, 576, 64, device, dtype)

@@ -95,13 +95,13 @@ def skinny_linear(device: str) -> Args:
 def decode_linear(device: str) -> Args:
     if not nanovllm.ops.decode_linear_runs_on(torch.device(device)):
         pytest.skip("decode_linear is for Hopper")
-    return *skinny_linear(device), None, 0.0, False, False
+    return *skinny_linear(device), None, 0.0, False, False, None
 
 
 def decode_linear_add(device: str) -> Args:
     out, x, weight, bias = decode_linear(device)[:4]
     squares = torch.zeros(nanovllm.ops.decode_squares_shape(32, 3), device=device)
-    return out, torch.zeros_like(out), squares, x, weight, bias, torch.randn_like(bias), False
+    return out, torch.zeros_like(out), squares, x, weight, bias, torch.randn_like(bias), False, None
 
 
 def skinny_linear_gguf(device: str) -> Args:

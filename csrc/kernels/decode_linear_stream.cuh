@@ -1,0 +1,258 @@
+// The products of decode_linear.cuh for a large weight and 1 to 64 rows of x: every multiprocessor reads the
+// same share of the weight, to the chunk ("stream-K"), whatever its shape.
+//
+// A tile is 128 weight rows by all tokens. The chunks of k of all tiles, one tile after the other, are a line
+// that is cut into equal pieces, one for each block; a block an SM. Its rings run on over the borders of
+// tiles. A tile that several pieces share belongs to the block of its first chunk: the others leave their
+// sums in the workspace, each word its own signal, and the owner, which meets the tile at the end of its
+// piece where they met it at the start of theirs, adds them up in the order of k: results do not depend on
+// timing. Owners wait for blocks that wait for nobody, and all blocks run at once.
+//
+// Trusted and checked as in decode_linear.cuh; the workspace is all ones before and after each call.
+#pragma once
+#include "kernels/decode_linear.cuh"
+
+namespace nanovllm::kernels::decode_linear {
+
+constexpr int kStreamGroups = 2, kStreamRows = 64 * kStreamGroups, kStreamWarps = 4 * kStreamGroups;
+constexpr int kStreamPitch = kStreamRows + 4;
+constexpr int kStreamTokens = 64;
+constexpr int kStreamSmem = 226 * 1024;                // dynamic
+constexpr int64_t kStreamMinNumel = int64_t{1} << 24;  // of a weight; smaller ones are spread over clusters
+
+/// A block's part of the line of `chunks` a tile.
+struct Piece {
+  int64_t begin, end;
+  __device__ Piece(int64_t units, int block)
+      : begin(units * block / gridDim.x), end(units * (block + 1) / gridDim.x) {}
+};
+
+/// One thread: `load(slot, tile, chunk, barrier)` for every chunk of the piece, as the ring has room.
+template <class Load>
+__device__ void fill_stream(const Piece& piece, int chunks, int stages, uint64_t* full, uint64_t* empty,
+                            uint32_t bytes, Load const& load) {
+  Ring at{stages};
+  int tile = static_cast<int>(piece.begin / chunks), chunk = static_cast<int>(piece.begin % chunks);
+  for (int64_t i = piece.begin; i < piece.end; ++i) {
+    const uint32_t barrier = shared_address(&full[at.slot]);
+    if (i - piece.begin >= stages) mbarrier_wait(shared_address(&empty[at.slot]), at.parity ^ 1);
+    mbarrier_arrive_expect(barrier, bytes);
+    load(at.slot, tile, chunk, barrier);
+    at.advance();
+    if (++chunk == chunks) chunk = 0, ++tile;
+  }
+}
+
+/// Whole words, in no order. All ones, a NaN that no sum is, says that a word has not come.
+constexpr uint32_t kAbsent = ~0u;
+__device__ inline void publish(uint4* to, const uint4& v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+__device__ inline uint4 peek(const uint4* from) {
+  uint4 v;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
+               : "memory");
+  return v;
+}
+
+template <int kPacks>
+__device__ uint4* sums_of(uint4* workspace, int block) {
+  return workspace + int64_t{block} * kPacks * 128 * kStreamGroups + threadIdx.x;
+}
+
+template <int kPacks>
+__device__ void leave_sums(uint4* workspace, const float (&acc)[4 * kPacks]) {
+  uint4* to = sums_of<kPacks>(workspace, blockIdx.x);
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i)
+    publish(to + i * 128 * kStreamGroups, {__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
+                                           __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])});
+}
+
+template <int kPacks>
+__device__ void add_sums(uint4* workspace, int block, float (&acc)[4 * kPacks]) {
+  uint4 *from = sums_of<kPacks>(workspace, block), v[kPacks];
+  for (bool is_there = false; !is_there;) {
+    is_there = true;
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i) v[i] = peek(from + i * 128 * kStreamGroups);
+#pragma unroll
+    for (int i = 0; i < kPacks; ++i)
+      is_there &= v[i].x != kAbsent && v[i].y != kAbsent && v[i].z != kAbsent && v[i].w != kAbsent;
+  }
+#pragma unroll
+  for (int i = 0; i < kPacks; ++i) {
+    acc[4 * i] += __uint_as_float(v[i].x), acc[4 * i + 1] += __uint_as_float(v[i].y);
+    acc[4 * i + 2] += __uint_as_float(v[i].z), acc[4 * i + 3] += __uint_as_float(v[i].w);
+    publish(from + i * 128 * kStreamGroups, {kAbsent, kAbsent, kAbsent, kAbsent});  // for the next call
+  }
+}
+
+template <class T, int kTokens, class Epilogue>
+__global__ void __launch_bounds__(threads_of(kStreamGroups), 1)
+    stream_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ typename Epilogue::Params e,
+                  uint4* workspace) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kParts = Epilogue::kParts, kRowsOfPart = kStreamRows / kParts, kPacks = kTokens / 8;
+  extern __shared__ uint8_t shared_bytes[];
+  __shared__ Barriers barriers;
+  __shared__ uint64_t scales_ready;
+  __shared__ float scales[kTokens];
+  uint8_t* ring = shared_bytes + (1024 - shared_address(shared_bytes) % 1024) % 1024;
+  const uint32_t weights = shared_address(ring), xs = weights + p.weight_stages * kStreamRows * kRowBytes;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int64_t units = int64_t{(p.n + kRowsOfPart - 1) / kRowsOfPart} * p.chunks;
+  const Piece piece(units, blockIdx.x);
+  if (threadIdx.x < kMaxStages) {
+    mbarrier_init(shared_address(&barriers.weight_full[threadIdx.x]), 1);
+    mbarrier_init(shared_address(&barriers.x_full[threadIdx.x]), 1);
+    mbarrier_init(shared_address(&barriers.weight_empty[threadIdx.x]), kStreamWarps);
+    mbarrier_init(shared_address(&barriers.x_empty[threadIdx.x]), kStreamWarps);
+    if (threadIdx.x == 0) mbarrier_init(shared_address(&scales_ready), 1);
+    mbarrier_init_fence();
+  }
+  __syncthreads();
+  launch_next_grid();
+  if (warp == kStreamWarps) {
+    if (threadIdx.x % 32 != 0) return;
+    if (!p.weight_complete) wait_for_previous_grid();
+    fill_stream(piece, p.chunks, p.weight_stages, barriers.weight_full, barriers.weight_empty,
+                kStreamRows * kRowBytes, [&](int slot, int tile, int chunk, uint32_t barrier) {
+#pragma unroll
+                  for (int part = 0; part < kParts; ++part)
+                    tma_load_2d(weights + (slot * kStreamRows + part * kRowsOfPart) * kRowBytes, &p.weight,
+                                barrier, chunk * kChunk, part * p.n + tile * kRowsOfPart);
+                });
+    return;
+  }
+  if (warp == kStreamWarps + 1) {
+    if (threadIdx.x % 32 != 0) return;
+    prefetch_tensor_map(&p.x);
+    wait_for_previous_grid();
+    fill_stream(piece, p.chunks, p.x_stages, barriers.x_full, barriers.x_empty, kTokens * kRowBytes,
+                [&](int slot, int, int chunk, uint32_t barrier) {
+                  tma_load_2d(xs + slot * kTokens * kRowBytes, &p.x, barrier, chunk * kChunk, 0);
+                });
+    return;
+  }
+  if (warp == kStreamWarps + 2) {
+    if (p.squares.data == nullptr) return;
+    wait_for_previous_grid();
+    norm_scales(p, Work{}, scales, 0, kTokens);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&scales_ready));
+    return;
+  }
+
+  float* sums = reinterpret_cast<float*>(ring) +
+                (p.weight_stages * kStreamRows + p.x_stages * kTokens) * (kRowBytes / 4);
+  const int group = warp / 4, lane = threadIdx.x % 32;
+  const int row = warp * 16 + lane / 4, token = lane % 4 * 2;  // of acc[0] in the tile
+  Ring weight{p.weight_stages}, x{p.x_stages};
+  wait_for_previous_grid();
+  for (int64_t at = piece.begin; at < piece.end;) {
+    const int tile = static_cast<int>(at / p.chunks), first = static_cast<int>(at % p.chunks);
+    const int count = static_cast<int>(min(int64_t{p.chunks - first}, piece.end - at));
+    at += count;
+    Share<T, kTokens, kStreamGroups, 1, Epilogue> share;
+    if (first == 0)
+      share.start(p, e,
+                  Work{.first_row = tile * kRowsOfPart, .first_token = 0, .first_chunk = 0, .chunks = 0}, 0);
+    float acc[kTokens / 2];
+    int weight_done = 0, x_done = 0;  // slots of the chunk before
+    const auto release = [&] {
+      if (lane != 0) return;
+      mbarrier_arrive(shared_address(&barriers.weight_empty[weight_done]));
+      mbarrier_arrive(shared_address(&barriers.x_empty[x_done]));
+    };
+    for (int i = 0; i < count; ++i) {
+      mbarrier_wait(shared_address(&barriers.weight_full[weight.slot]), weight.parity);
+      mbarrier_wait(shared_address(&barriers.x_full[x.slot]), x.parity);
+      const uint32_t a = weights + (weight.slot * kStreamGroups + group) * 64 * kRowBytes;
+      const uint32_t b = xs + x.slot * kTokens * kRowBytes;
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kChunk; k += 16)
+        wgmma_ss<T>(acc, wgmma_descriptor(a + 2 * k, 16), wgmma_descriptor(b + 2 * k, 16), i + k > 0);
+      wgmma_commit();
+      if (i > 0) {
+        wgmma_wait<1>();
+        release();
+      }
+      weight_done = weight.slot, x_done = x.slot;
+      weight.advance(), x.advance();
+    }
+    wgmma_wait<0>();
+    release();
+    pin_registers(acc);
+
+    if (first > 0) {
+      leave_sums<kPacks>(workspace, acc);
+      continue;
+    }
+    const int64_t tile_end = int64_t{tile + 1} * p.chunks;
+    for (int block = blockIdx.x + 1; Piece(units, block).begin < tile_end; ++block)
+      add_sums<kPacks>(workspace, block, acc);
+    named_barrier_sync(1, 32 * kStreamWarps);  // the sums of the tile before have been read
+#pragma unroll
+    for (int i = 0; i < kTokens / 2; ++i)
+      sums[(i / 4 * 8 + token + i % 2) * kStreamPitch + row + i % 4 / 2 * 8] = acc[i];
+    if (p.squares.data != nullptr) mbarrier_wait(shared_address(&scales_ready), 0);
+    named_barrier_sync(1, 32 * kStreamWarps);
+    share.finish(p, e, sums, scales);
+  }
+#endif
+}
+
+// ---- host ----
+
+inline int64_t stream_workspace_bytes(int num_sms) {
+  return int64_t{num_sms} * kStreamRows * kStreamTokens * 4;
+}
+
+inline bool stream_takes(const DecodeLinearParams& p) {
+  return p.workspace != nullptr && p.num_rows <= kStreamTokens && p.n * p.k > kStreamMinNumel;
+}
+
+template <class T, int kTokens, class Epilogue>
+cudaError_t launch_stream_tokens(KernelParams kernel, const typename Epilogue::Params& e,
+                                 const DecodeLinearParams& p, int num_sms, cudaStream_t stream) {
+  constexpr int kFixed = 1024 + kTokens * kStreamPitch * 4, kStage = (kStreamRows + kTokens) * kRowBytes;
+  kernel.weight_stages = kernel.x_stages = std::min(kMaxStages, (kStreamSmem - kFixed) / kStage);
+  const int bytes = kFixed + kernel.weight_stages * kStage;
+  if (!encode(kernel.weight, p.dtype, p.weight, p.n, p.k, p.weight_stride_row,
+              kStreamRows / Epilogue::kParts) ||
+      !encode(kernel.x, p.dtype, p.x, p.num_rows, p.k, p.x_stride_row, kTokens))
+    return cudaErrorNotSupported;
+  const auto function = stream_kernel<T, kTokens, Epilogue>;
+  const cudaError_t status =
+      cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return status;
+  return launch_pdl(function, num_sms, threads_of(kStreamGroups), bytes, stream, kernel, e,
+                    reinterpret_cast<uint4*>(p.workspace));
+}
+
+template <class Epilogue>
+cudaError_t launch_stream(const DecodeLinearParams& p, const typename Epilogue::Params& e, int num_sms,
+                          cudaStream_t stream) {
+  const KernelParams kernel{.bias = p.bias,
+                            .squares = p.squares,
+                            .num_rows = static_cast<int>(p.num_rows),
+                            .n = static_cast<int>(p.n / Epilogue::kParts),
+                            .k = static_cast<int>(p.k),
+                            .chunks = static_cast<int>((p.k + kChunk - 1) / kChunk),
+                            .token_tiles = 1,
+                            .weight_complete = p.weight_complete};
+  return dispatch(p.dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    if (p.num_rows <= 16) return launch_stream_tokens<T, 16, Epilogue>(kernel, e, p, num_sms, stream);
+    return p.num_rows <= 32 ? launch_stream_tokens<T, 32, Epilogue>(kernel, e, p, num_sms, stream)
+                            : launch_stream_tokens<T, 64, Epilogue>(kernel, e, p, num_sms, stream);
+  });
+}
+
+}  // namespace nanovllm::kernels::decode_linear

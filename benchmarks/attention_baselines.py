@@ -2,7 +2,8 @@
 
 Each is used where it can be imported: `flash_attn` (FlashAttention-2), `flash_attn_interface` (3), `flash_attn.cute`
 (4) and `flashinfer`. A maker plans and allocates, and returns the call that is timed. What a library refuses (a block
-size, a dtype, this GPU) it says by raising, from the maker or from the call.
+size, a dtype, this GPU) it says by raising, from the maker or from the call. FlashAttention-4 and FlashInfer compile
+their kernels on first use, the latter for minutes.
 """
 
 from collections.abc import Callable, Iterator
@@ -46,7 +47,8 @@ def is_importable(module: str) -> bool:
 
 
 @cache
-def flashinfer_workspace() -> Tensor:
+def flashinfer_workspace(user: str) -> Tensor:
+    """XQA keeps semaphores in its own, which it expects to find at zero."""
     return torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
 
 
@@ -73,7 +75,7 @@ def decode_fa4(x: Decode) -> Call:
 
     cu = torch.arange(len(x.q) + 1, dtype=torch.int32, device=x.q.device)
     return lambda: flash_attn_varlen_func(
-        x.q, x.k, x.v, cu_seqlens_q=cu, seqused_k=x.lens, page_table=x.tables, causal=True
+        x.q, x.k, x.v, cu_seqlens_q=cu, seqused_k=x.lens, max_seqlen_q=1, page_table=x.tables, causal=True
     )
 
 
@@ -85,15 +87,24 @@ def decode_flashinfer(x: Decode, use_tensor_cores: bool) -> Call:
     first = torch.zeros(len(used) + 1, dtype=torch.int32, device=used.device)
     first[1:] = used.cumsum(0)
     ids = x.tables[torch.arange(x.tables.size(1), device=used.device) < used[:, None]]
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        flashinfer_workspace(), "NHD", use_tensor_cores=use_tensor_cores
-    )
+    workspace = flashinfer_workspace("wrappers")
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=use_tensor_cores)
     last_page_lens = x.lens - (used - 1) * block_size
     heads = (x.q.size(1), x.k.size(2), x.q.size(2))
     wrapper.plan(first, ids, last_page_lens, *heads, block_size, q_data_type=x.q.dtype, kv_data_type=x.k.dtype)
     out = torch.empty_like(x.q, memory_format=torch.contiguous_format)
     q = x.q.contiguous()
     return lambda: wrapper.run(q, (x.k, x.v), out=out)
+
+
+def decode_xqa(x: Decode) -> Call:
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    q, workspace, max_len = x.q.contiguous(), flashinfer_workspace("XQA"), int(x.lens.max())
+    out, scale = torch.empty_like(q), q.size(-1) ** -0.5
+    return lambda: xqa_batch_decode_with_kv_cache(
+        q, (x.k, x.v), workspace, x.tables, x.lens, max_len, bmm1_scale=scale, out=out
+    )
 
 
 def prefill_torch_fa2(x: Prefill) -> Call:
@@ -116,29 +127,32 @@ def prefill_fa3(x: Prefill) -> Call:
 def prefill_fa4(x: Prefill) -> Call:
     from flash_attn.cute import flash_attn_varlen_func
 
-    return lambda: flash_attn_varlen_func(x.q, x.k, x.v, cu_seqlens_q=x.cu, cu_seqlens_k=x.cu, causal=True)
+    lens = {"max_seqlen_q": x.max_len, "max_seqlen_k": x.max_len}
+    return lambda: flash_attn_varlen_func(x.q, x.k, x.v, cu_seqlens_q=x.cu, cu_seqlens_k=x.cu, causal=True, **lens)
 
 
 def prefill_flashinfer(x: Prefill) -> Call:
     import flashinfer
 
-    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(flashinfer_workspace(), "NHD")
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(flashinfer_workspace("wrappers"), "NHD")
     heads = (x.q.size(1), x.k.size(1), x.q.size(2))
     wrapper.plan(x.cu, x.cu, *heads, causal=True, q_data_type=x.q.dtype)
     q, k, v = (t.contiguous() for t in (x.q, x.k, x.v))
-    return lambda: wrapper.run(q, k, v)
+    out = torch.empty_like(q)
+    return lambda: wrapper.run(q, k, v, out=out)
 
 
 DECODE = [
-    ("FA2", "flash_attn", decode_fa2),
+    ("FA2", "flash_attn.flash_attn_interface", decode_fa2),
     ("FA3", "flash_attn_interface", decode_fa3),
     ("FA4", "flash_attn.cute", decode_fa4),
     ("FlashInfer", "flashinfer", partial(decode_flashinfer, use_tensor_cores=False)),
     ("FlashInfer, tensor cores", "flashinfer", partial(decode_flashinfer, use_tensor_cores=True)),
+    ("FlashInfer, XQA", "flashinfer", decode_xqa),
 ]
 PREFILL = [
     ("torch FA2", "torch", prefill_torch_fa2),
-    ("FA2", "flash_attn", prefill_fa2),
+    ("FA2", "flash_attn.flash_attn_interface", prefill_fa2),
     ("FA3", "flash_attn_interface", prefill_fa3),
     ("FA4", "flash_attn.cute", prefill_fa4),
     ("FlashInfer", "flashinfer", prefill_flashinfer),

@@ -37,11 +37,21 @@ def ties() -> NearTies:
     return NearTies(model, "cuda")
 
 
+OPTIONS = {
+    "graphs": {},
+    "eager": {"enforce_eager": True},
+    "two ranks": {"tensor_parallel_size": 2},  # of 9 query and 3 KV heads
+    "three ranks": {"tensor_parallel_size": 3},
+}
+
+
 @needs_real_model
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_greedy_follows_transformers(ties, enforce_eager):
+@pytest.mark.parametrize("name", OPTIONS)
+def test_greedy_follows_transformers(ties, name):
     """One request alone, three and all at once: each has steps of its own kind; and logprobs."""
-    options = {"max_model_len": 512, "max_num_seqs": 16, "num_kvcache_blocks": 1000, "enforce_eager": enforce_eager}
+    options = {"max_model_len": 512, "max_num_seqs": 16, "num_kvcache_blocks": 1000} | OPTIONS[name]
+    if options.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip("needs more GPUs")
     with LLM(str(REAL_MODEL), device="cuda", dtype="bfloat16", **options) as llm:
         prompts = [llm.engine.tokenize(text) for text in TEXTS]
         for count in (1, 3, len(prompts)):

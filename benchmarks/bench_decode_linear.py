@@ -1,4 +1,4 @@
-"""decode_linear, bf16, products of Qwen3-0.6B, 8B and half of 32B: python benchmarks/bench_decode_linear.py [--json results.json]
+"""decode_linear, bf16, products of Qwen3 0.6B, 8B and half of 32B: benchmarks/bench_decode_linear.py [--json FILE]
 
 Calls follow each other as in a model's step: each waits for the one before, while its weight is on its way.
 """

@@ -39,6 +39,9 @@ def check_sums(group: NcclGroup) -> list[int]:
                 torch.testing.assert_close(
                     out.float(), expected, rtol=1e-2, atol=2e-2, msg=f"{rows} x {hidden} {dtype}"
                 )
+                of_nccl = parts[group.rank].clone()
+                group.nccl_all_reduce(of_nccl)
+                torch.testing.assert_close(out, of_nccl, rtol=1e-2, atol=2e-2)
                 residual = inputs(99, rows, hidden, dtype)
                 weight = inputs(98, 1, hidden, dtype)[0]
                 normed, sums, want = torch.full_like(x, torch.nan), residual.clone(), torch.empty_like(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import resource
 import signal
 import socket
 import sys
@@ -25,6 +26,7 @@ from nanovllm.server.connection import Connection
 
 logger = logging.getLogger("nanovllm.server")
 _BACKLOG = 2048  # connections that wait for the server to take them
+_OPEN_FILES = 65536  # where the system allows so many
 _LAST_WORDS = 1  # second in which requests end once nobody waits for them
 _GRACE = 5  # seconds that clients have to take in that the server is going
 SWITCH_INTERVAL = 1e-5  # seconds after which the engine's thread gets Python back from a busy event loop
@@ -43,6 +45,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, record: str | None 
     values = {name: getattr(engine_config, name) for name in engine_config.__dataclass_fields__}
     if external_rank(engine_config.distributed_init_method, engine_config.tensor_parallel_size):
         AsyncLLM(**values)  # the rank's whole life; only rank 0 has an address
+    raise_file_limit()
     with listening(config) as sock:
         llm = AsyncLLM(**values)
         try:
@@ -61,6 +64,14 @@ def serve(engine_config: EngineConfig, config: ServerConfig, record: str | None 
                 sys.setswitchinterval(previous)
         finally:
             llm.shutdown()
+
+
+def raise_file_limit() -> None:
+    """A connection is an open file, of which a process may usually have 1,024."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if most == resource.RLIM_INFINITY else min(_OPEN_FILES, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def make_server(llm: AsyncLLM, config: ServerConfig) -> uvicorn.Server:

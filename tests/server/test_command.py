@@ -49,6 +49,20 @@ def url_of(process: subprocess.Popen[str]) -> str:
     return url
 
 
+def test_the_limit_of_open_files_is_raised() -> None:
+    code = """
+import resource
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+from nanovllm.server.run import raise_file_limit
+raise_file_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE), most)
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    limit, kept, most = map(int, output.split())
+    assert kept == most and limit == (65536 if most == -1 else min(65536, most))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serves_until_a_signal(process: subprocess.Popen[str], number: int) -> None:
     url = url_of(process)

@@ -4,12 +4,14 @@
 // A tile is 128 weight rows by all tokens. The chunks of k of all tiles, one tile after the other, are a line
 // that is cut into equal pieces, one for each block; a block an SM. Its rings run on over the borders of
 // tiles. A tile that several pieces share belongs to the block of its first chunk: the others leave their
-// sums in the workspace, each word its own signal, and the owner, which meets the tile at the end of its
-// piece where they met it at the start of theirs, adds them up in the order of k: results do not depend on
-// timing. Owners wait for blocks that wait for nobody, and all blocks run at once.
+// sums in the workspace, each word its own signal (common/exchange.cuh), and the owner, which meets the tile
+// at the end of its piece where they met it at the start of theirs, adds them up in the order of k: results
+// do not depend on timing. Blocks leave sums before they wait, and wait only for the next ones; so where not
+// all find room at once, the last that runs waits for one that has not begun, and the others end.
 //
 // Trusted and checked as in decode_linear.cuh; the workspace is all ones before and after each call.
 #pragma once
+#include "common/exchange.cuh"
 #include "kernels/decode_linear.cuh"
 
 namespace nanovllm::kernels::decode_linear {
@@ -43,59 +45,39 @@ __device__ void fill_stream(const Piece& piece, int chunks, int stages, uint64_t
   }
 }
 
-/// Whole words, in no order. All ones, a NaN that no sum is, says that a word has not come.
-constexpr uint32_t kAbsent = ~0u;
-__device__ inline void publish(uint4* to, const uint4& v) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
-               "r"(v.w)
-               : "memory");
-}
-__device__ inline uint4 peek(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
+template <int kPacks>
+__device__ uint32_t* sums_of(uint32_t* workspace, int block, int pack) {
+  return workspace + ((int64_t{block} * kPacks + pack) * 128 * kStreamGroups + threadIdx.x) * 4;
 }
 
 template <int kPacks>
-__device__ uint4* sums_of(uint4* workspace, int block) {
-  return workspace + int64_t{block} * kPacks * 128 * kStreamGroups + threadIdx.x;
-}
-
-template <int kPacks>
-__device__ void leave_sums(uint4* workspace, const float (&acc)[4 * kPacks]) {
-  uint4* to = sums_of<kPacks>(workspace, blockIdx.x);
+__device__ void leave_sums(uint32_t* workspace, const float (&acc)[4 * kPacks]) {
+  const auto word = [&](int i) { return min(__float_as_uint(acc[i]), kAbsent - 1); };  // a NaN stays one
 #pragma unroll
   for (int i = 0; i < kPacks; ++i)
-    publish(to + i * 128 * kStreamGroups, {__float_as_uint(acc[4 * i]), __float_as_uint(acc[4 * i + 1]),
-                                           __float_as_uint(acc[4 * i + 2]), __float_as_uint(acc[4 * i + 3])});
+    publish(sums_of<kPacks>(workspace, blockIdx.x, i),
+            uint4{word(4 * i), word(4 * i + 1), word(4 * i + 2), word(4 * i + 3)});
 }
 
 template <int kPacks>
-__device__ void add_sums(uint4* workspace, int block, float (&acc)[4 * kPacks]) {
-  uint4 *from = sums_of<kPacks>(workspace, block), v[kPacks];
-  for (bool is_there = false; !is_there;) {
-    is_there = true;
+__device__ void add_sums(uint32_t* workspace, int block, float (&acc)[4 * kPacks]) {
+  uint32_t sums[kPacks][4];
+  const uint32_t* from[kPacks];
 #pragma unroll
-    for (int i = 0; i < kPacks; ++i) v[i] = peek(from + i * 128 * kStreamGroups);
-#pragma unroll
-    for (int i = 0; i < kPacks; ++i)
-      is_there &= v[i].x != kAbsent && v[i].y != kAbsent && v[i].z != kAbsent && v[i].w != kAbsent;
-  }
+  for (int i = 0; i < kPacks; ++i) from[i] = sums_of<kPacks>(workspace, block, i);
+  receive(sums, from);
 #pragma unroll
   for (int i = 0; i < kPacks; ++i) {
-    acc[4 * i] += __uint_as_float(v[i].x), acc[4 * i + 1] += __uint_as_float(v[i].y);
-    acc[4 * i + 2] += __uint_as_float(v[i].z), acc[4 * i + 3] += __uint_as_float(v[i].w);
-    publish(from + i * 128 * kStreamGroups, {kAbsent, kAbsent, kAbsent, kAbsent});  // for the next call
+    publish(sums_of<kPacks>(workspace, block, i), uint4{kAbsent, kAbsent, kAbsent, kAbsent});
+#pragma unroll
+    for (int j = 0; j < 4; ++j) acc[4 * i + j] += __uint_as_float(sums[i][j]);
   }
 }
 
 template <class T, int kTokens, class Epilogue>
 __global__ void __launch_bounds__(threads_of(kStreamGroups), 1)
     stream_kernel(const __grid_constant__ KernelParams p, const __grid_constant__ typename Epilogue::Params e,
-                  uint4* workspace) {
+                  uint32_t* workspace) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kParts = Epilogue::kParts, kRowsOfPart = kStreamRows / kParts, kPacks = kTokens / 8;
   extern __shared__ uint8_t shared_bytes[];
@@ -214,6 +196,7 @@ inline int64_t stream_workspace_bytes(int num_sms) {
   return int64_t{num_sms} * kStreamRows * kStreamTokens * 4;
 }
 
+/// A block must have work: kStreamMinNumel is more than 2,000 chunks of tiles.
 inline bool stream_takes(const DecodeLinearParams& p) {
   return p.workspace != nullptr && p.num_rows <= kStreamTokens && p.n * p.k > kStreamMinNumel;
 }
@@ -233,7 +216,7 @@ cudaError_t launch_stream_tokens(KernelParams kernel, const typename Epilogue::P
       cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return status;
   return launch_pdl(function, num_sms, threads_of(kStreamGroups), bytes, stream, kernel, e,
-                    reinterpret_cast<uint4*>(p.workspace));
+                    reinterpret_cast<uint32_t*>(p.workspace));
 }
 
 template <class Epilogue>

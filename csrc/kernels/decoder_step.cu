@@ -4,7 +4,7 @@
 // A block a multiprocessor, all resident (a cooperative launch). Eight warps compute; two stream this
 // block's share of all weights through shared memory, ahead of every wait (decoder_step_stream.cuh); one
 // clears the exchange buffers. Five times a layer a vector goes from all blocks to all blocks, through L2,
-// each word its own signal (decoder_step_exchange.cuh): q, k and v; the attention's output; the residual
+// each word its own signal (common/exchange.cuh): q, k and v; the attention's output; the residual
 // stream after it; the MLP's activations; the residual stream again. A block owns rows of every weight, so
 // of every vector: no atomics, and results do not depend on timing.
 //

@@ -2,15 +2,15 @@
 // order in which the others use them: weights do not depend on the step, so copies go on under every wait of
 // the computation. But a word that other blocks wait for travels behind the copies issued before it. So the
 // slots of a matrix that are filled before its product begins come in small pieces, one at a time: few bytes
-// in flight, just enough for the rate needed. Later slots have room only once the product runs, so nobody
-// waits for words then, and as much is in flight as there is room for.
+// in flight, just enough for the rate needed. Later slots have room only once the product runs; hardly any
+// block waits for words then, and as much is in flight as there is room for.
 #pragma once
 #include <cuda_bf16.h>
 
+#include "common/exchange.cuh"
 #include "common/mma.cuh"
 #include "common/ptx.cuh"
 #include "kernels/decoder_step.h"
-#include "kernels/decoder_step_exchange.cuh"
 
 namespace nanovllm::kernels::step {
 

@@ -42,7 +42,9 @@ inline DecodeLinearParams check_decode_linear(const char* op, Dim& rows, Dim& n,
     check_dtype(op, "workspace", *workspace, ScalarType::Int);
     check_contiguous(op, "workspace", *workspace);
 #ifdef NV_CUDA
-    const int64_t needed = kernels::decode_linear_workspace_numel(workspace->get_device_index());
+    const int device = x.get_device_index(), other = workspace->get_device_index();
+    check(device == other, op, "workspace", "expected the device of x, cuda:", device, ", got cuda:", other);
+    const int64_t needed = kernels::decode_linear_workspace_numel(device);
     check(numel.value >= needed, op, "workspace", "expected at least ", needed, " elements, got ",
           numel.value);
     check(reinterpret_cast<uintptr_t>(workspace->data_ptr()) % 16 == 0, op, "workspace",

@@ -63,7 +63,7 @@ def _takes(weight: Tensor) -> bool:
 
 def share_workspace(model: nn.Module, device: torch.device) -> None:
     """Gives the linear layers of a model, whose calls follow each other, a workspace for large weights, if the device
-    has a use for it."""
+    has a use for it. Once, before graphs are captured: they keep its address."""
     if device.type != "cuda" or not _runs_on(device):
         return
     workspace = torch.full((ops.decode_linear_workspace_numel(device),), -1, dtype=torch.int32, device=device)

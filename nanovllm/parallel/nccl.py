@@ -123,10 +123,13 @@ class NcclGroup(Group):
             self._progress.collectives += 1
             self._progress.doing = name
             stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
-            self._nccl("ncclGroupStart")
+            if len(calls) == 1:
+                self._nccl(*calls[0], self._communicator, stream)
+                return
             try:
-                for name, *args in calls:
-                    self._nccl(name, *args, self._communicator, stream)
+                self._nccl("ncclGroupStart")
+                for call in calls:
+                    self._nccl(*call, self._communicator, stream)
             finally:  # an open group would swallow all later calls of this thread, those of the next engine too
                 self._nccl("ncclGroupEnd")
 

@@ -58,6 +58,17 @@ def test_greedy_follows_transformers(tmp_path, architecture):
                 assert llm.engine.scheduler.num_preemptions > 0
 
 
+def test_layers_with_large_weights_follow_transformers(tmp_path):
+    """Those of more than 2^24 elements have a kernel of their own for 9 to 64 rows."""
+    size = {"hidden_size": 2048, "intermediate_size": 8448, "num_hidden_layers": 2}
+    path = save_tiny(tmp_path, "Qwen3ForCausalLM", **size)
+    ties = NearTies.of_tiny("Qwen3ForCausalLM", "cuda", **size)
+    prompts = [[3 + i] * (1 + i) for i in range(20)]
+    for options in ({}, {"enforce_eager": True}):
+        with make_llm(path, **options) as llm:
+            ties.check(prompts, llm.generate(prompts, PARAMS, use_tqdm=False), str(options))
+
+
 def test_graph_replay_changes_only_the_live_slots(qwen3):
     """C4: a batch of 3 in a graph of 4 after a batch of 7: no other slot of the pool changes."""
     with make_llm(qwen3, num_kvcache_blocks=64, overlap=False) as llm:

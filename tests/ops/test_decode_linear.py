@@ -85,7 +85,7 @@ def make_workspace() -> Tensor:
         (5120, 5120, torch.bfloat16, False),
         (24576, 4096, torch.bfloat16, True),
         (1000, 16904, torch.float16, False),
-        (4104, 4168, torch.float16, True),
+        (4106, 4168, torch.float16, True),
         (600064, 32, torch.bfloat16, True),
     ],
 )
@@ -106,49 +106,84 @@ def test_large_weights(rows: int, n: int, k: int, kind: torch.dtype, silu_and_mu
             first = out.clone()
         else:
             reference.assert_same_bits(out, first)
+    assert (workspace == -1).all()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 40])
-def test_large_weights_in_a_row(rows: int) -> None:
-    """In a graph, of three shapes: the workspace is ready again for each, and no call overtakes another."""
+def test_large_weights_in_a_row() -> None:
+    """In a graph, of several shapes and numbers of rows: the workspace is ready again for each, and no call overtakes
+    another."""
     workspace, graph = make_workspace(), torch.cuda.CUDAGraph()
-    products = [make(rows, n, k, "cuda", torch.bfloat16)[:3] for n, k in ((4096, 5120), (12800, 4096), (5120, 12800))]
-    inputs = [products[0][1], products[0][0], products[1][0]]  # but the first, each reads what the one before wrote
+    calls = []  # out, x, weight; but the first of its rows, each reads what the one before wrote
+    for rows in (1, 20, 64):
+        for n, k in ((4096, 5120), (12800, 4096), (5120, 12800)):
+            out, x, weight, _ = make(rows, n, k, "cuda", torch.bfloat16)
+            calls.append((out, x if n == 4096 else calls[-1][0], weight))
 
     def run() -> None:
-        for x, (out, _, weight) in zip(inputs, products):
+        for out, x, weight in calls:
             ops.decode_linear(out, x, weight, weight_complete=True, workspace=workspace)
 
     run()
-    for x, (out, _, weight) in zip(inputs, products):
+    for out, x, weight in calls:
         reference.assert_accurate(out, reference.linear, x, weight, None)
-    want = [out.clone() for out, _, _ in products]
+    want = [out.clone() for out, _, _ in calls]
     with torch.cuda.graph(graph):
         run()
     for _ in range(20):
-        for out, _, _ in products:
+        for out, _, _ in calls:
             out.fill_(float("nan"))
         graph.replay()
-        for (out, _, _), expected in zip(products, want):
+        for (out, _, _), expected in zip(calls, want):
             reference.assert_same_bits(out, expected)
 
 
 @pytest.mark.gpu
+def test_large_weights_that_are_no_numbers() -> None:
+    """A NaN of any bits is a sum that arrives."""
+    out, x, weight, _ = make(3, 5120, 5120, "cuda", torch.bfloat16)
+    inf = float("inf")
+    weight[7] = torch.full((5120,), -1, dtype=torch.int16, device="cuda").view(torch.bfloat16)  # NaNs, all ones
+    weight[300], weight[301, 17], weight[302, ::2], weight[302, 1::2] = float("nan"), inf, inf, -inf
+    x[2] = weight[7]
+    workspace = make_workspace()
+    ops.decode_linear(out, x, weight, workspace=workspace)
+    want = reference.linear(x.double(), weight.double(), None)
+    reference.assert_accurate(out[:2, 303:], reference.linear, x[:2], weight[303:], None)
+    assert (out.isnan() == want.isnan()).all() and (out.isinf() == want.isinf()).all()
+    assert (workspace == -1).all()
+
+
+@pytest.mark.gpu
+def test_large_weights_in_strided_rows() -> None:
+    make(1, 1, 8, "cuda", torch.bfloat16)
+    wide_out, wide_x, wide_weight = (torch.randn(s, 5184, device="cuda").bfloat16() for s in (5, 5, 5120))
+    before, out, x, weight = wide_out.clone(), wide_out[:, 7:5127], wide_x[:, 16:5136], wide_weight[:, 24:5144]
+    ops.decode_linear(out, x, weight, workspace=make_workspace())
+    reference.assert_accurate(out, reference.linear, x, weight, None)
+    reference.assert_same_bits(wide_out[:, :7], before[:, :7])
+    reference.assert_same_bits(wide_out[:, 5127:], before[:, 5127:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("silu_and_mul", [False, True])
 @pytest.mark.parametrize("rows", [3, 40])
-def test_large_weights_take_the_rest_of_a_norm(rows: int) -> None:
+def test_large_weights_take_the_rest_of_a_norm(rows: int, silu_and_mul: bool) -> None:
     n, k = 4096, 4168
     out, residual, weight, bias = make(rows, n, k, "cuda", torch.bfloat16)
+    out, weight = out[:, : n // 2] if silu_and_mul else out, weight / k**0.5
     norm_weight = torch.rand(k, device="cuda").bfloat16()
     squares = torch.zeros(ops.decode_squares_shape(k, rows), device="cuda")
     for i, part in enumerate(residual.float().split(64, dim=1)):
         squares[i] = part.square().sum(1)
-    ops.decode_linear(out, residual * norm_weight, weight, bias, squares, EPS, workspace=make_workspace())
+    options = {"silu_and_mul": silu_and_mul, "workspace": make_workspace()}
+    ops.decode_linear(out, residual * norm_weight, weight, bias, squares, EPS, **options)
 
-    def normed_linear(residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return reference.linear(reference.rms_norm(residual, norm_weight, EPS), weight, bias)
+    def of_normed(residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        linear = linear_silu_and_mul if silu_and_mul else reference.linear
+        return linear(reference.rms_norm(residual, norm_weight, EPS), weight, bias)
 
-    reference.assert_accurate(out, normed_linear, residual, norm_weight, weight, bias)
+    reference.assert_accurate(out, of_normed, residual, norm_weight, weight, bias)
 
 
 @pytest.mark.parametrize("rows", [3, 40, 70])

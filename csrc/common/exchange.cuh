@@ -1,13 +1,13 @@
-// How blocks of the decoder step hand each other vectors: the data is the signal.
+// How blocks of a grid hand each other vectors: the data is the signal.
 //
 // A word of a buffer is kAbsent until its owner publishes it, and readers load until none of their words is.
 // So a hop costs one store and one load through L2: no fence, no counter, no barrier. Words are published
 // whole: a pair of bfloat16 or a float, and neither is ever kAbsent (arithmetic yields the NaNs 0x7fff and
-// 0x7fffffff only). Who published a word makes it kAbsent again once all have read it: Step::clear.
+// 0x7fffffff only). Whoever knows that all have read a word makes it kAbsent again.
 #pragma once
 #include <cstdint>
 
-namespace nanovllm::kernels::step {
+namespace nanovllm::kernels {
 
 constexpr uint32_t kAbsent = 0xffffffff;
 
@@ -26,6 +26,11 @@ __device__ inline void publish(uint32_t* to, uint32_t x) {
 __device__ inline void publish(uint32_t* to, float x, float y) {
   asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(__float_as_uint(x)),
                "r"(__float_as_uint(y))
+               : "memory");
+}
+__device__ inline void publish(uint32_t* to, const uint4& v) {
+  asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
                : "memory");
 }
 /// Past L1, which is not coherent.
@@ -75,4 +80,4 @@ __device__ void receive(uint32_t (&x)[kCount][kWords], const uint32_t* const (&f
   }
 }
 
-}  // namespace nanovllm::kernels::step
+}  // namespace nanovllm::kernels

@@ -1,4 +1,4 @@
-// The products of decode_linear.cuh for a large weight and 1 to 64 rows of x: every multiprocessor reads the
+// The products of decode_linear.cuh for a large weight and 1 to 32 rows of x: every multiprocessor reads the
 // same share of the weight, to the chunk ("stream-K"), whatever its shape.
 //
 // A tile is 128 weight rows by all tokens. The chunks of k of all tiles, one tile after the other, are a line
@@ -18,7 +18,7 @@ namespace nanovllm::kernels::decode_linear {
 
 constexpr int kStreamGroups = 2, kStreamRows = 64 * kStreamGroups, kStreamWarps = 4 * kStreamGroups;
 constexpr int kStreamPitch = kStreamRows + 4;
-constexpr int kStreamTokens = 64;
+constexpr int kStreamTokens = 32;
 constexpr int kStreamSmem = 226 * 1024;                // dynamic
 constexpr int64_t kStreamMinNumel = int64_t{1} << 24;  // of a weight; smaller ones are spread over clusters
 
@@ -232,9 +232,8 @@ cudaError_t launch_stream(const DecodeLinearParams& p, const typename Epilogue::
                             .weight_complete = p.weight_complete};
   return dispatch(p.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    if (p.num_rows <= 16) return launch_stream_tokens<T, 16, Epilogue>(kernel, e, p, num_sms, stream);
-    return p.num_rows <= 32 ? launch_stream_tokens<T, 32, Epilogue>(kernel, e, p, num_sms, stream)
-                            : launch_stream_tokens<T, 64, Epilogue>(kernel, e, p, num_sms, stream);
+    return p.num_rows <= 16 ? launch_stream_tokens<T, 16, Epilogue>(kernel, e, p, num_sms, stream)
+                            : launch_stream_tokens<T, kStreamTokens, Epilogue>(kernel, e, p, num_sms, stream);
   });
 }
 

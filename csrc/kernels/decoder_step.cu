@@ -100,8 +100,7 @@ template <int kDim, int kR>
 cudaError_t launch(const DecoderStepParams& p, int blocks, cudaStream_t stream) {
   const int ring = Layout::of<kDim, kR>(p).ring,
             slots = std::min((kSmemLimit - ring) / kSlotBytes, kMaxSlots);
-  if (slots < kGroup || (p.hidden / 8 + blocks - 1) / blocks > kMaxTiles)
-    return cudaErrorInvalidConfiguration;
+  if (slots < kGroup) return cudaErrorInvalidConfiguration;
   const auto kernel = decoder_step_kernel<kDim, kR>;
   const int bytes = ring + slots * kSlotBytes;
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
@@ -133,6 +132,13 @@ bool decoder_step_runs_on(int device) {
   int major = 0;
   return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
          major == 9;
+}
+
+int64_t decoder_step_max_hidden(int device, const DecoderStepParams& p) {
+  int num_sms = 0;
+  cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, device);
+  return std::min<int64_t>(kDecoderStepMaxHidden,
+                           int64_t{step::kMaxTiles} * 8 * step::num_blocks(p, num_sms));
 }
 
 int64_t decoder_step_workspace_numel(int device, const DecoderStepParams& p) {

@@ -54,6 +54,8 @@ struct DecoderStepParams {
 namespace kernels {
 /// Hopper only.
 bool decoder_step_runs_on(int device);
+/// The largest hidden of these heads, MLP and vocabulary: the blocks have so much of the residual stream.
+int64_t decoder_step_max_hidden(int device, const DecoderStepParams& p);
 /// 32-bit words that a launch on `device` needs.
 int64_t decoder_step_workspace_numel(int device, const DecoderStepParams& p);
 cudaError_t launch_decoder_step(const DecoderStepParams& p, cudaStream_t stream);

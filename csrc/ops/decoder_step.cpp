@@ -113,6 +113,9 @@ void decoder_step(Tensor logits, Tensor workspace, Tensor kv_cache, Tensor token
       .block_shift = std::countr_zero(static_cast<uint64_t>(block_size.value)),
       .eps = static_cast<float>(eps),
   };
+  const int64_t max_hidden = kernels::decoder_step_max_hidden(logits.get_device_index(), p);
+  check(hidden.value <= max_hidden, kOp, "norm", "expected at most ", max_hidden,
+        " hidden elements beside these heads, MLP and vocabulary, got ", hidden.value);
   const int64_t needed = kernels::decoder_step_workspace_numel(logits.get_device_index(), p);
   check(numel.value >= needed, kOp, "workspace", "expected at least ", needed, " elements, got ",
         numel.value);

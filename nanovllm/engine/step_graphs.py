@@ -17,7 +17,7 @@ from nanovllm import ops
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.context import Context
 from nanovllm.engine.staging import InputLayout, device_view
-from nanovllm.models.decoder_step import MAX_FUSED_ROWS, MAX_FUSED_TOKENS
+from nanovllm.models.decoder_step import MAX_FUSED_TOKENS, max_fused_rows
 
 if TYPE_CHECKING:
     from nanovllm.engine.model_runner import ModelRunner
@@ -231,7 +231,8 @@ class FusedDecodeGraphs(DecodeGraphs):
 
     def __init__(self, runner: ModelRunner, pool: Any) -> None:
         super().__init__(runner, pool)
-        self.buckets = [size for size in self.buckets if size <= MAX_FUSED_ROWS]
+        most = max_fused_rows(runner.model_config)
+        self.buckets = [size for size in self.buckets if size <= most]
 
     def _logits(self, size: int, t: dict[str, Tensor]) -> Tensor:
         r = self._runner

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nanovllm.layers.linear import LinearBase
 
 # Of a weight, by tokens; with few of them and a workspace there is no limit (csrc/kernels/decode_linear_stream.cuh).
-_MAX_NUMEL, _MAX_NUMEL_OF_FEW, _FEW = 1 << 23, 1 << 24, 64
+_MAX_NUMEL, _MAX_NUMEL_OF_FEW, _FEW = 1 << 23, 1 << 24, 32
 # Of a head: a weight of more rows than _TALL, and few tokens, whose x fits into shared memory.
 _TALL, _TALL_X_NUMEL, _TALL_TOKENS = 1 << 15, 1 << 16, 64  # csrc/kernels/decode_linear_tall.cuh
 _runs_on = functools.cache(ops.decode_linear_runs_on)

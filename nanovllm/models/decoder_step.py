@@ -8,12 +8,14 @@ from torch import Tensor
 from nanovllm import ops
 from nanovllm.models.config import ModelConfig
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
-from nanovllm.ops.decoder_step import HEAD_DIMS, MAX_GROUP, MAX_HIDDEN, MAX_LAYERS, POINTERS
+from nanovllm.ops.decoder_step import HEAD_DIMS, MAX_GROUP, MAX_LAYERS, POINTERS
 
 _HOPPER = 9  # compute capability
 MAX_FUSED_ROWS = 8
+MAX_FUSED_ROWS_OF_LARGE, _LARGE_HIDDEN = 4, 3072
+"""Of models of more hidden elements than the second."""
 MAX_FUSED_TOKENS = 8192
-"""Of the rows' contexts together. Beyond either, the layers' operators are as fast: docs/kernels/decoder_step.md."""
+"""Of the rows' contexts together. Beyond these, the layers' operators are as fast: docs/kernels/decoder_step.md."""
 
 
 def supports(config: ModelConfig, device: torch.device) -> bool:
@@ -26,11 +28,22 @@ def supports(config: ModelConfig, device: torch.device) -> bool:
         and config.head_dim in HEAD_DIMS
         and config.num_q_heads % config.num_kv_heads == 0
         and config.num_q_heads // config.num_kv_heads <= MAX_GROUP
-        and config.hidden_size <= MAX_HIDDEN
+        and config.hidden_size <= _max_hidden(config, device)
         and config.hidden_size % 8 == 0
         and config.intermediate_size % 8 == 0
         and 2 <= config.num_layers <= MAX_LAYERS
     )
+
+
+def _max_hidden(c: ModelConfig, device: torch.device) -> int:
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    heads = c.num_q_heads, c.num_kv_heads, c.head_dim
+    return ops.decoder_step_max_hidden(c.intermediate_size, *heads, c.vocab_size, num_sms)
+
+
+def max_fused_rows(config: ModelConfig) -> int:
+    """Up to so many rows the fused step is the faster one for a model of this shape."""
+    return MAX_FUSED_ROWS if config.hidden_size <= _LARGE_HIDDEN else MAX_FUSED_ROWS_OF_LARGE
 
 
 class DecoderStep:

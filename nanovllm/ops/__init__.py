@@ -11,7 +11,7 @@ from nanovllm.ops.decode_linear import (
 )
 from nanovllm.ops.decode_linear_add import decode_linear_add
 from nanovllm.ops.decode_plan import decode_plan, decode_plan_numel
-from nanovllm.ops.decoder_step import decoder_step, decoder_step_workspace_numel
+from nanovllm.ops.decoder_step import decoder_step, decoder_step_max_hidden, decoder_step_workspace_numel
 from nanovllm.ops.embed_rms_norm import embed_rms_norm
 from nanovllm.ops.paged_attention_decode import decode_workspace_numel, paged_attention_decode
 from nanovllm.ops.paged_attention_prefill import paged_attention_prefill
@@ -39,6 +39,7 @@ __all__ = [
     "decode_squares_shape",
     "decode_workspace_numel",
     "decoder_step",
+    "decoder_step_max_hidden",
     "decoder_step_workspace_numel",
     "embed_rms_norm",
     "has_cuda_kernel",

@@ -46,7 +46,7 @@ def decode_linear(
         weight_complete: the promise that weight and bias were written before the previous kernel of the stream
             began, as a model's are. It changes nothing on CPU.
         workspace: [>= decode_linear_workspace_numel(device)] int32, contiguous, all -1 before the first call;
-            every call leaves it ready for the next, which may not overlap it. With one, up to 64 rows and a weight of
+            every call leaves it ready for the next, which may not overlap it. With one, up to 32 rows and a weight of
             more than 2^24 elements are spread evenly over the GPU. None, or on CPU: unused.
     Raises:
         RuntimeError: a shape, dtype, stride, address or device does not fit; the text names it.
@@ -57,7 +57,7 @@ def decode_linear(
 def decode_linear_workspace_numel(device: torch.device | str) -> int:
     """int32 elements of a workspace: what multiprocessors that share outputs leave for each other."""
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return sms * 128 * 64
+    return sms * 128 * 32
 
 
 def decode_linear_runs_on(device: torch.device) -> bool:

@@ -94,6 +94,15 @@ def decoder_step(
     )
 
 
+def decoder_step_max_hidden(
+    intermediate_size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, vocab_size: int, num_sms: int
+) -> int:
+    """The largest hidden size of a model that is else like this: a block a multiprocessor, or fewer where a matrix has
+    not a tile for each, and each block holds up to 64 elements of the residual stream."""
+    qkv_tiles = (num_q_heads + 2 * num_kv_heads) * head_dim // 16
+    return min(MAX_HIDDEN, 64 * min(num_sms, qkv_tiles, intermediate_size // 8, -(-vocab_size // 16)))
+
+
 def decoder_step_workspace_numel(
     hidden_size: int,
     intermediate_size: int,

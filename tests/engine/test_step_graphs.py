@@ -112,7 +112,7 @@ def test_the_smallest_graph_runs_when_few_are_left(qwen3, monkeypatch):
 
 def test_the_fused_step_takes_few_rows_and_short_contexts(qwen3, expected, monkeypatch):
     """On CPU its place is taken by the layers, called as it is."""
-    monkeypatch.setattr(step_graphs, "MAX_FUSED_ROWS", 4)
+    monkeypatch.setattr(step_graphs, "max_fused_rows", lambda config: 4)
     monkeypatch.setattr(step_graphs, "MAX_FUSED_TOKENS", 150)
     with make_llm(qwen3, max_num_seqs=7, max_num_batched_tokens=150) as llm:
         replays, runner = use_graphs(llm, monkeypatch), llm.engine.runner

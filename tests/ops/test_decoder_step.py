@@ -293,3 +293,11 @@ def test_errors_name_the_argument():
         paths.step(*rows, paths.lens.expand(9).contiguous(), paths.fused_cache)
     with pytest.raises(RuntimeError, match="decoder_step: kv_cache: expected dtype bfloat16, got float16"):
         paths.step(paths.token_ids, paths.tables, paths.lens, paths.fused_cache.half())
+
+
+def test_a_hidden_size_that_a_small_model_cannot_spread():
+    """A vocabulary of 7 tiles has 7 blocks, which hold up to 64 elements of the residual stream each."""
+    small = config(hidden_size=2048, vocab_size=100)
+    assert not supports(small, torch.device("cuda"))
+    with pytest.raises(RuntimeError, match=r"decoder_step: norm: expected at most 448 hidden elements .* got 2048"):
+        Paths(Case("small vocabulary", small)).fused()

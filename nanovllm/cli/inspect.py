@@ -83,7 +83,8 @@ def summary(path: str) -> list[str]:
         "preemptions": f"{view.num_preemptions:,}",
     }
     width = max(map(len, rows))
-    return [f"{name.ljust(width)}  {value}" for name, value in rows.items()]
+    # A recording may be a stranger's: its names must not steer a terminal.
+    return [f"{name.ljust(width)}  {''.join(filter(str.isprintable, value))}" for name, value in rows.items()]
 
 
 def _handler(html: str) -> type[BaseHTTPRequestHandler]:

@@ -135,6 +135,18 @@ def test_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["steps"].startswith("4 in ") and "schedule" in rows["steps"]
 
 
+def test_names_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small_recording(tmp_path / "t.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    lines[0]["created"] = "\x1b[2Jnow\n"
+    next(event for event in lines if "model" in event)["model"] = "\x1b]0;title\x07model\r"
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["inspect", str(tmp_path / "t.jsonl"), "--summary"]) == 0
+    out = capsys.readouterr().out
+    assert "[2Jnow" in out and "]0;titlemodel" in out
+    assert not set(out) & set("\x1b\x07\r")
+
+
 def test_inspect_serves_the_page(tmp_path: Path) -> None:
     small_recording(tmp_path / "t.jsonl")
     command = [sys.executable, "-m", "nanovllm", "inspect", str(tmp_path / "t.jsonl"), "--port", "0"]

@@ -8,6 +8,7 @@ import pickle
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from nanovllm.models.config import ModelConfig
 
 _ADDRESS_KEY = "nanovllm-address"
+_GREETING_SECONDS = 2  # that one who connects has to say who it is; the others wait
 _LATE_SECONDS = 60.0  # beside the timeout, that a launcher's ranks may come one after the other
 
 
@@ -184,11 +186,13 @@ def _accept_ranks(specs: list[RankSpec], check: Callable[[], None]) -> Parts:
                 names = " and ".join(f"rank {rank}" for rank in missing)
                 raise WorkerError(f"{names} did not come to {host}:{port} within {seconds:g} s") from None
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a step's message waits for no acknowledgement
+            _limit_reads(peer.fileno(), _GREETING_SECONDS)
             connection = Connection(peer.detach())
             with contextlib.suppress(AuthenticationError, EOFError, OSError):  # somebody else's, or one that died
                 deliver_challenge(connection, key.encode())
                 answer_challenge(connection, key.encode())
                 rank, purpose = connection.recv()
+                _limit_reads(connection.fileno(), 0)
                 (commands if purpose == "commands" else reports)[rank] = connection
     sequence = 0
 
@@ -201,6 +205,12 @@ def _accept_ranks(specs: list[RankSpec], check: Callable[[], None]) -> Parts:
                 connection.send_bytes(frame)
 
     return store, lambda: None, send, reports, {}
+
+
+def _limit_reads(fd: int, seconds: int) -> None:
+    """Reads of a socket that wait longer raise BlockingIOError; 0: they wait without end."""
+    with socket.socket(fileno=os.dup(fd)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def serve_external_rank(spec: RankSpec) -> int:

@@ -122,11 +122,15 @@ def launcher_store(monkeypatch):
     return store
 
 
-def test_a_rank_that_does_not_come(checkpoint, launcher_store, monkeypatch):
+@pytest.mark.parametrize("words", [b"GET / HTTP/1.1\r\n\r\n", b""])
+def test_a_rank_that_does_not_come(checkpoint, launcher_store, monkeypatch, words):
+    """And strangers, one of whom says nothing and stays."""
+    strangers = []
+
     def visit() -> None:
         host, port, _ = launcher_store.get("nanovllm-address").decode().split()
-        with socket.create_connection((host, int(port))) as stranger:
-            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        strangers.append(socket.create_connection((host, int(port))))
+        strangers[0].sendall(words)
 
     thread = threading.Thread(target=visit)
     thread.start()
@@ -134,6 +138,7 @@ def test_a_rank_that_does_not_come(checkpoint, launcher_store, monkeypatch):
     with pytest.raises(WorkerError, match=r"^rank 1 did not come to 127\.0\.0\.1:\d+ within 1\.5 s$"):
         LLM(str(checkpoint), tensor_parallel_size=2, distributed_timeout=1, **OPTIONS)
     thread.join()
+    strangers[0].close()
 
 
 def test_rank_0_that_does_not_come(checkpoint, launcher_store, monkeypatch):

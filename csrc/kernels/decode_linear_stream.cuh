@@ -156,11 +156,7 @@ __global__ void __launch_bounds__(threads_of(kStreamGroups), 1)
       mbarrier_wait(shared_address(&barriers.x_full[x.slot]), x.parity);
       const uint32_t a = weights + (weight.slot * kStreamGroups + group) * 64 * kRowBytes;
       const uint32_t b = xs + x.slot * kTokens * kRowBytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kChunk; k += 16)
-        wgmma_ss<T>(acc, wgmma_descriptor(a + 2 * k, 16), wgmma_descriptor(b + 2 * k, 16), i + k > 0);
-      wgmma_commit();
+      multiply_chunk<T>(acc, a, b, i > 0);
       if (i > 0) {
         wgmma_wait<1>();
         release();

@@ -91,11 +91,7 @@ __global__ void __launch_bounds__(kTallThreads, 1) tall_kernel(const __grid_cons
       mbarrier_wait(shared_address(&barriers.full[at.slot]), at.parity);
       const uint32_t a = ring + at.slot * kTallStageBytes + group * 64 * kRowBytes;
       const uint32_t b = xs + chunk * kTokens * kRowBytes;
-      wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kChunk; k += 16)
-        wgmma_ss<T>(acc, wgmma_descriptor(a + 2 * k, 16), wgmma_descriptor(b + 2 * k, 16), chunk + k > 0);
-      wgmma_commit();
+      multiply_chunk<T>(acc, a, b, chunk > 0);
       if (chunk > 0) {
         wgmma_wait<1>();
         release();

@@ -67,6 +67,16 @@ __device__ void fill_ring(const Work& w, int stages, uint64_t* full, uint64_t* e
   }
 }
 
+/// 64 rows of a chunk of the weight times a chunk of x, both in shared memory; a group of wgmma on its way.
+template <class T, int kCount>
+__device__ __forceinline__ void multiply_chunk(float (&acc)[kCount], uint32_t weight, uint32_t x, bool adds) {
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < kChunk; k += 16)
+    wgmma_ss<T>(acc, wgmma_descriptor(weight + 2 * k, 16), wgmma_descriptor(x + 2 * k, 16), adds || k > 0);
+  wgmma_commit();
+}
+
 /// The warpgroup's 64 rows of the weight times all tokens.
 template <class T, int kTokens, int kGroups>
 __device__ void multiply(const KernelParams& p, const Work& w, Barriers& barriers, uint32_t weights,
@@ -86,11 +96,7 @@ __device__ void multiply(const KernelParams& p, const Work& w, Barriers& barrier
     mbarrier_wait(shared_address(&barriers.x_full[x.slot]), x.parity);
     const uint32_t a = weights + (weight.slot * kGroups + group) * 64 * kRowBytes;
     const uint32_t b = xs + x.slot * kTokens * kRowBytes;
-    wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kChunk; k += 16)
-      wgmma_ss<T>(acc, wgmma_descriptor(a + 2 * k, 16), wgmma_descriptor(b + 2 * k, 16), i + k > 0);
-    wgmma_commit();
+    multiply_chunk<T>(acc, a, b, i > 0);
     if (i > 0) {
       wgmma_wait<1>();
       release(i - 1);

@@ -68,14 +68,16 @@ struct SiluAndMul {
 cudaError_t launch_decode_linear(const DecodeLinearParams& p, cudaStream_t stream) {
   using namespace decode_linear;
   const int num_sms = num_hopper_sms();
-  if (num_sms > 0 && tall_takes(p, num_sms)) return launch_tall(p, num_sms, stream);
+  if (num_sms == 0) return cudaErrorNotSupported;
+  if (tall_takes(p, num_sms)) return launch_tall(p, num_sms, stream);
   const int64_t n = p.silu_and_mul ? p.n / 2 : p.n;
   const Out out{p.out, p.out_stride_row,
                 n % kQuad == 0 && is_aligned(p.out, {p.out_stride_row}, 2, 2 * kQuad)};
-  if (num_sms > 0 && stream_takes(p))
+  if (stream_takes(p))
     return p.silu_and_mul ? launch_stream<SiluAndMul>(p, out, num_sms, stream)
                           : launch_stream<Plain>(p, out, num_sms, stream);
-  return p.silu_and_mul ? launch<SiluAndMul>(p, out, stream) : launch<Plain>(p, out, stream);
+  return p.silu_and_mul ? launch<SiluAndMul>(p, out, num_sms, stream)
+                        : launch<Plain>(p, out, num_sms, stream);
 }
 
 int64_t decode_linear_workspace_numel(int device) {

@@ -279,21 +279,25 @@ inline int num_hopper_sms() {
   return kBuilt && major == 9 ? num_sms : 0;
 }
 
+/// But for what depends on how the product is cut.
+inline KernelParams kernel_params(const DecodeLinearParams& p, int parts) {
+  return {.bias = p.bias,
+          .squares = p.squares,
+          .num_rows = static_cast<int>(p.num_rows),
+          .n = static_cast<int>(p.n / parts),
+          .k = static_cast<int>(p.k),
+          .chunks = static_cast<int>((p.k + kChunk - 1) / kChunk),
+          .weight_complete = p.weight_complete};
+}
+
 template <class Epilogue>
-cudaError_t launch(const DecodeLinearParams& p, const typename Epilogue::Params& e, cudaStream_t stream) {
-  const int num_sms = num_hopper_sms();
-  if (num_sms == 0) return cudaErrorNotSupported;
+cudaError_t launch(const DecodeLinearParams& p, const typename Epilogue::Params& e, int num_sms,
+                   cudaStream_t stream) {
   const Tiling t = choose_tiling(p, Epilogue::kParts, Epilogue::kMayBeWide, num_sms);
-  KernelParams kernel{.bias = p.bias,
-                      .squares = p.squares,
-                      .num_rows = static_cast<int>(p.num_rows),
-                      .n = static_cast<int>(p.n / Epilogue::kParts),
-                      .k = static_cast<int>(p.k),
-                      .chunks = static_cast<int>((p.k + kChunk - 1) / kChunk),
-                      .token_tiles = static_cast<int>((p.num_rows + t.tokens - 1) / t.tokens),
-                      .weight_stages = t.weight_stages,
-                      .x_stages = t.x_stages,
-                      .weight_complete = p.weight_complete};
+  KernelParams kernel = kernel_params(p, Epilogue::kParts);
+  kernel.token_tiles = static_cast<int>((p.num_rows + t.tokens - 1) / t.tokens);
+  kernel.weight_stages = t.weight_stages;
+  kernel.x_stages = t.x_stages;
   if (!encode(kernel.weight, p.dtype, p.weight, p.n, p.k, p.weight_stride_row, t.rows() / Epilogue::kParts) ||
       !encode(kernel.x, p.dtype, p.x, p.num_rows, p.k, p.x_stride_row, t.tokens))
     return cudaErrorNotSupported;

@@ -53,8 +53,9 @@ cudaError_t launch_decode_linear_add(const DecodeLinearAddParams& p, cudaStream_
   const Add::Params add{p.linear.out,       p.scaled, p.norm_weight, p.squares, p.linear.out_stride_row,
                         p.scaled_stride_row};
   const int num_sms = num_hopper_sms();
-  if (num_sms > 0 && stream_takes(p.linear)) return launch_stream<Add>(p.linear, add, num_sms, stream);
-  return launch<Add>(p.linear, add, stream);
+  if (num_sms == 0) return cudaErrorNotSupported;
+  if (stream_takes(p.linear)) return launch_stream<Add>(p.linear, add, num_sms, stream);
+  return launch<Add>(p.linear, add, num_sms, stream);
 }
 
 }  // namespace nanovllm::kernels

@@ -218,14 +218,7 @@ cudaError_t launch_stream_tokens(KernelParams kernel, const typename Epilogue::P
 template <class Epilogue>
 cudaError_t launch_stream(const DecodeLinearParams& p, const typename Epilogue::Params& e, int num_sms,
                           cudaStream_t stream) {
-  const KernelParams kernel{.bias = p.bias,
-                            .squares = p.squares,
-                            .num_rows = static_cast<int>(p.num_rows),
-                            .n = static_cast<int>(p.n / Epilogue::kParts),
-                            .k = static_cast<int>(p.k),
-                            .chunks = static_cast<int>((p.k + kChunk - 1) / kChunk),
-                            .token_tiles = 1,
-                            .weight_complete = p.weight_complete};
+  const KernelParams kernel = kernel_params(p, Epilogue::kParts);
   return dispatch(p.dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     return p.num_rows <= 16 ? launch_stream_tokens<T, 16, Epilogue>(kernel, e, p, num_sms, stream)

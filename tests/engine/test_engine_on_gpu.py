@@ -59,7 +59,7 @@ def test_greedy_follows_transformers(tmp_path, architecture):
 
 
 def test_layers_with_large_weights_follow_transformers(tmp_path):
-    """Those of more than 2^24 elements have a kernel of their own for 9 to 64 rows."""
+    """Those of more than 2^24 elements have a kernel of their own for up to 32 rows."""
     size = {"hidden_size": 2048, "intermediate_size": 8448, "num_hidden_layers": 2}
     path = save_tiny(tmp_path, "Qwen3ForCausalLM", **size)
     ties = NearTies.of_tiny("Qwen3ForCausalLM", "cuda", **size)

@@ -398,9 +398,11 @@ def test_pause_holds_neither_aborts_nor_shutdown(make_llm, overlap: bool) -> Non
     llm = make_llm(overlap=overlap)
 
     async def main() -> list:
+        wait(llm.set_paused(True))
         tasks = [asyncio.create_task(collect(llm, [i, 2], greedy(200, ignore_eos=True), f"r{i}")) for i in range(3)]
         await until(lambda: len(llm.engine.requests) == 3)
-        wait(llm.set_paused(True))
+        assert wait(llm.step_paused(5)) == 5
+        await until(lambda: len(llm.engine.runner.batches) == 5)
         await llm.abort("r0")
         tasks[1].cancel()
         await until(lambda: llm.engine.requests.keys() == {"r2"})

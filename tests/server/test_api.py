@@ -24,11 +24,6 @@ LONG_PROMPT = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temper
 ServeFake = Callable[..., Served]
 
 
-def slowly(served: Served, seconds: float = 0.01) -> None:
-    """From now on a step takes that long."""
-    served.llm.engine.runner.on_launch = lambda batch: time.sleep(seconds)
-
-
 def error(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error object of a response, after its form and status were checked."""
     assert response.status_code == status, response.text
@@ -315,7 +310,8 @@ def test_queue_limit(serve_fake: ServeFake) -> None:
     import openai
 
     served = serve_fake(engine={"max_num_seqs": 2}, max_queue=1)
-    slowly(served, 0.05)
+    go_on = threading.Event()
+    served.llm.engine.runner.on_launch = lambda batch: go_on.wait(PATIENCE)
     answers: list[httpx.Response] = []
     threads = [
         threading.Thread(target=lambda: answers.append(served.post("/v1/completions", LONG_PROMPT))) for _ in range(3)
@@ -327,7 +323,7 @@ def test_queue_limit(serve_fake: ServeFake) -> None:
         client.chat.completions.create(model="fake", messages=HI)
     response = served.post("/v1/completions", {"prompt": "x", "n": 2})
     assert error(response, 429)["code"] == "queue_full" and response.headers["retry-after"] == "1"
-    served.llm.engine.runner.on_launch = None
+    go_on.set()
     for thread in threads:
         thread.join(PATIENCE)
     assert [a.status_code for a in answers] == [200] * 3
@@ -365,7 +361,7 @@ def test_slow_compiles_hold_up_no_other_request(serve_fake: ServeFake, monkeypat
 
 def test_timeout(serve_fake: ServeFake) -> None:
     served = serve_fake(request_timeout=0.3)
-    slowly(served)
+    served.llm.engine.runner.on_launch = lambda batch: time.sleep(0.01)
     got = error(served.post("/v1/chat/completions", LONG), 504)
     assert got["type"] == "timeout_error" and "longer than 0.3 seconds" in got["message"]
     response = served.post("/v1/chat/completions", LONG | {"stream": True})
@@ -479,7 +475,8 @@ def test_shutdown_lets_running_requests_end(monkeypatch: pytest.MonkeyPatch) -> 
     from server.served import fake_llm
 
     llm = fake_llm(monkeypatch)
-    llm.engine.runner.on_launch = lambda batch: time.sleep(0.005)
+    go_on = threading.Event()
+    llm.engine.runner.on_launch = lambda batch: go_on.wait(PATIENCE) and time.sleep(0.005)
     texts = []
     with serving(llm) as served:
 
@@ -489,6 +486,7 @@ def test_shutdown_lets_running_requests_end(monkeypatch: pytest.MonkeyPatch) -> 
         thread = threading.Thread(target=ask)
         thread.start()
         wait_until(lambda: bool(llm.engine.requests), "the request runs")
+        go_on.set()
     thread.join(PATIENCE)
     assert texts[0]["usage"]["completion_tokens"] == 60
     wait_idle(llm.engine)
@@ -500,22 +498,30 @@ def test_shutdown_ends_what_takes_too_long(monkeypatch: pytest.MonkeyPatch) -> N
 
     llm = fake_llm(monkeypatch)
     llm.engine.runner.on_launch = lambda batch: time.sleep(0.05)
-    answers: dict[bool, httpx.Response] = {}
+    body = LONG | {"max_tokens": 2000}
+    answers: list[httpx.Response] = []
+    began, lines = threading.Event(), []
     with serving(llm, shutdown_timeout=0.3) as served:
 
-        def ask(stream: bool) -> None:
-            body = LONG | {"max_tokens": 2000, "stream": stream}
-            answers[stream] = served.post("/v1/chat/completions", body)
+        def read() -> None:
+            url, streamed = served.url + "/v1/chat/completions", body | {"stream": True}
+            with httpx.stream("POST", url, json=streamed, timeout=PATIENCE) as response:
+                for line in response.iter_lines():
+                    lines.append(line)
+                    began.set()
 
-        threads = [threading.Thread(target=ask, args=(stream,)) for stream in (False, True)]
+        def ask() -> None:
+            answers.append(served.post("/v1/chat/completions", body))
+
+        threads = [threading.Thread(target=target) for target in (read, ask)]
         for thread in threads:
             thread.start()
         wait_until(lambda: len(llm.engine.scheduler.running) == 2, "the requests run")
-        time.sleep(0.2)  # the stream has begun
+        assert began.wait(PATIENCE)
     for thread in threads:
         thread.join(PATIENCE)
-    assert "the server is shutting down" in error(answers[False], 503)["message"]
-    assert "the server is shutting down" in answers[True].text.split("data: ")[-1]
+    assert "the server is shutting down" in error(answers[0], 503)["message"]
+    assert "the server is shutting down" in [line for line in lines if line][-1]
     llm.engine.runner.on_launch = None
     wait_idle(llm.engine)
     llm.shutdown()

@@ -1,6 +1,6 @@
 """What an fp8 KV cache costs in quality: perplexity and greedy tokens against a cache of the model's dtype.
 
-    python benchmarks/kv_cache_dtype.py models/SmolLM2-135M-Instruct.Q4_1.gguf --json benchmarks/results/fp8_kv_cpu.json
+    python benchmarks/kv_cache_dtype.py models/SmolLM2-135M-Instruct.Q4_1.gguf --json kv_cache_dtype.json
 
 The text is pydoc's topics (English prose that every CPython has), or a file. Perplexity reads it in chunks of 16
 tokens: all but a window's first 16 attend through the cache alone. Greedy tokens follow 48 pieces of the text.

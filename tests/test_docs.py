@@ -14,10 +14,13 @@ from nanovllm.server.config import ServerConfig
 from tests.real_model import needs_real_model
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 TORCHRUN_FLAGS = {"--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
-# pip's, of tests/conftest.py, and of nanovllm/parallel/ray_replicas.py
-OTHER_FLAGS = {"--no-build-isolation", "--runslow", "--num-replicas"} | TORCHRUN_FLAGS
+# pip's, of tests/conftest.py, of nanovllm/parallel/ray_replicas.py, and ncu's
+OTHER_FLAGS = {"--no-build-isolation", "--runslow", "--num-replicas", "--set"} | TORCHRUN_FLAGS
+BENCHMARK_FLAGS = {
+    flag for p in ROOT.glob("benchmarks/*.py") for flag in re.findall(r'add_argument\("(--[a-z-]+)"', p.read_text())
+}
 PATH = re.compile(r"(?<![\w./-])(?:nanovllm|csrc|tests|docs|benchmarks|scripts|\.ci)/[\w./<>-]*[\w>/]")
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -54,7 +57,7 @@ def test_links_exist(page: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_exist(page: str) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text_of(page)))
-    assert named <= all_flags(make_parser()) | OTHER_FLAGS
+    assert named <= all_flags(make_parser()) | BENCHMARK_FLAGS | OTHER_FLAGS
 
 
 @pytest.mark.parametrize("page", PAGES)

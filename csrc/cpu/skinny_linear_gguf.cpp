@@ -1,4 +1,4 @@
-// Reads 5 to 9 bits a weight instead of 32: a tile of weight rows is widened to fp32 once, in a
+// Reads 4.5 to 8.5 bits a weight instead of 32: a tile of weight rows is widened to fp32 once, in a
 // buffer that stays in L1, and from there it is the product of cpu/skinny.h. The widened numbers are what a
 // dequantised weight holds, so the result has the bits of skinny_linear on that.
 #include "kernels/skinny_linear_gguf.h"

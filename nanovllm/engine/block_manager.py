@@ -1,7 +1,7 @@
 """The CPU-side directory of the KV-cache pool: which physical block belongs to which sequences, and what it holds.
 
-The K/V bytes themselves are never seen here. See the seed's section 2 (docs/structure.md names it) for a worked trace,
-which `nanovllm trace` prints.
+The K/V bytes themselves are never seen here. `nanovllm trace` prints a worked trace of it, which
+docs/inspector.md explains.
 """
 
 from __future__ import annotations

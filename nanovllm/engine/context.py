@@ -40,8 +40,8 @@ class Context:
     context_lens: Tensor
     """[P] int32: tokens of sequence i in the cache after this forward; its last row attends to them all."""
     block_tables: Tensor | None
-    """[P, M] int32: row i is the block table of prefill sequence i; None when no chunk has cached tokens
-    before it, so that attention reads the packed keys and values of this forward."""
+    """[P, M] int32: row i is the block table of prefill sequence i; None, never in a graph,
+    when no chunk has cached tokens before it, so that attention reads the packed keys and values of this forward."""
     max_seqlen_q: int
     """At least the tokens of the longest chunk; 0 without prefill."""
     first_prefill_row: int | None = None

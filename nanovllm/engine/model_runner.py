@@ -346,7 +346,7 @@ class ModelRunner:
         return {"decode_context_lens": context_lens, "decode_start_pos": context_lens - 1}
 
     def prepare_prefill(self, chunks: Seq[Chunk]) -> Arrays:
-        """Packed prompt tokens and their borders, as in the seed's section 4.1.
+        """Packed prompt tokens and their borders.
 
         input_ids [T]; cu_seqlens_q [P+1]: chunk i is rows cu_seqlens_q[i] .. cu_seqlens_q[i+1]-1; cu_seqlens_k [P+1]:
         the same for the contexts that the chunks attend to, which end with them; context_lens, prefill_start_pos [P].
@@ -398,7 +398,7 @@ class ModelRunner:
     # Rows whose logits need the host
 
     def _special(self, batch: Batch) -> list[int]:
-        """Which of batch.sampled have penalties, a bias or logprobs."""
+        """Which of batch.sampled have logits that the host has to see: RowTable.is_special."""
         return [i for i, seq in enumerate(batch.sampled) if self.rows.is_special[seq.row]]
 
     def _prepare_special(self, batch: Batch, special: list[int], places: np.ndarray | None) -> Arrays:

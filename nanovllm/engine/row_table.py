@@ -29,7 +29,8 @@ class RowTable:
         block_tables: [R + 1, M] int32, entry i is the block of positions i*block_size ..; -1 or stale past the end.
         last_token_ids: [R + 1] int64, the token sampled last; written by the steps themselves, never by the host.
         params: temperature, top_p, min_p [R + 1] float32, top_k [R + 1] int32, seeds [R + 1] int64.
-        is_special: [R] bool, on the host only: the row's logits need the host (penalties, bias, logprobs).
+        is_special: [R] bool, on the host only: the row's logits need the host (penalties, a bias, min_tokens, a form,
+            logprobs).
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:

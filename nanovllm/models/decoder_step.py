@@ -15,7 +15,8 @@ MAX_FUSED_ROWS = 8
 MAX_FUSED_ROWS_OF_LARGE, _LARGE_HIDDEN = 4, 3072
 """Of models of more hidden elements than the second."""
 MAX_FUSED_TOKENS = 8192
-"""Of the rows' contexts together. Beyond these, the layers' operators are as fast: docs/kernels/decoder_step.md."""
+"""Of the rows' contexts together. Beyond these, the layers' operators are about as fast, at 8 rows faster:
+docs/kernels/decoder_step.md."""
 
 
 def supports(config: ModelConfig, device: torch.device) -> bool:

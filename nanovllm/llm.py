@@ -99,12 +99,18 @@ class LLM:
             except (TypeError, ValueError) as e:
                 kind = TypeError if isinstance(e, TypeError) else ValueError  # a subclass may take other arguments
                 raise kind(f"prompts[{i}]: {e}") from None
+        requests: list[Request] = []
         with self._lock:
-            requests = [
-                self.engine.add_checked_request(prompt, ids, p, None, stream=False)  # type: ignore[arg-type]
-                for prompt, ids, p in zip(prompts, token_ids, params)
-            ]
-            return self._run(requests, use_tqdm)
+            engine = self.engine
+            try:
+                for prompt, ids, p in zip(prompts, token_ids, params):
+                    with unbroken():
+                        requests.append(engine.add_checked_request(prompt, ids, p, None, stream=False))  # type: ignore[arg-type]
+                return self._run(requests, use_tqdm)
+            finally:
+                with unbroken():
+                    for request in requests:
+                        engine.abort(request.request_id)
 
     def chat(
         self,
@@ -136,14 +142,17 @@ class LLM:
         Closing the iterator early ends the request.
         """
         params = self._params_for(1, sampling_params)[0]
-        with self._lock:
-            request = self.engine.add_request(prompt, params, stream=True)
-        seen = [(0, 0)] * params.n
+        request, seen = None, [(0, 0)] * params.n
         try:
+            with self._lock, unbroken():
+                request = self.engine.add_request(prompt, params, stream=True)
             while True:
                 with self._lock:
                     if not request.is_finished:  # it may have ended in another call's steps since the last yield
-                        self.engine.step()
+                        with unbroken():
+                            self.engine.step()
+                    if (error := request.error) is not None:
+                        raise RuntimeError(f"LLM: a step failed, and with it this request: {error!r}") from error
                     output = self.engine.output(request)
                 done = [(len(c.text), len(c.token_ids)) for c in output.outputs]
                 if done != seen or output.finished:
@@ -152,8 +161,8 @@ class LLM:
                 if output.finished:
                     return
         finally:
-            with self._lock:
-                if "engine" in self.__dict__:  # not after exit(), when an iterator left open is collected
+            with self._lock, unbroken():
+                if request is not None and "engine" in self.__dict__:  # not after exit(), when it is collected
                     self.engine.abort(request.request_id)
 
     def _params_for(self, count: int, given: Any) -> list[SamplingParams]:
@@ -176,36 +185,28 @@ class LLM:
         pending = {r.request_id for r in requests}
         outputs: dict[str, RequestOutput] = {}
         num_in = num_out = 0
-        try:
-            with (
-                deferred_interrupt() as interrupted,
-                tqdm(
-                    total=len(requests),
-                    desc="Generating",
-                    unit="prompt",
-                    disable=not use_tqdm,
-                    dynamic_ncols=True,
-                ) as bar,
-            ):
-                while pending and engine.has_work:
+        with tqdm(
+            total=len(requests),
+            desc="Generating",
+            unit="prompt",
+            disable=not use_tqdm,
+            dynamic_ncols=True,
+        ) as bar:
+            while pending and engine.has_work:
+                with unbroken():
                     result = engine.step()
-                    if interrupted:
-                        raise KeyboardInterrupt
-                    num_in += result.num_prefill_tokens
-                    num_out += len(result.updated)
-                    for seq in result.finished:
-                        request = seq.data.request  # type: ignore[attr-defined]
-                        if request.is_finished and request.request_id in pending:
-                            pending.remove(request.request_id)
-                            outputs[request.request_id] = engine.output(request)
-                            bar.update()
-                    seconds = bar.format_dict["elapsed"]
-                    if use_tqdm and seconds:
-                        rates = f"in {num_in / seconds:.0f} tok/s, out {num_out / seconds:.0f} tok/s"
-                        bar.set_postfix_str(rates, refresh=False)
-        finally:
-            for request in requests:
-                engine.abort(request.request_id)
+                num_in += result.num_prefill_tokens
+                num_out += len(result.updated)
+                for seq in result.finished:
+                    request = seq.data.request  # type: ignore[attr-defined]
+                    if request.is_finished and request.request_id in pending:
+                        pending.remove(request.request_id)
+                        outputs[request.request_id] = engine.output(request)
+                        bar.update()
+                seconds = bar.format_dict["elapsed"]
+                if use_tqdm and seconds:
+                    rates = f"in {num_in / seconds:.0f} tok/s, out {num_out / seconds:.0f} tok/s"
+                    bar.set_postfix_str(rates, refresh=False)
         return [outputs.get(r.request_id) or engine.output(r) for r in requests]
 
 
@@ -221,12 +222,14 @@ def _increment(output: RequestOutput, seen: list[tuple[int, int]]) -> RequestOut
 
 @contextmanager
 def deferred_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C fills the yielded list instead of raising inside a step; a second Ctrl-C raises at once."""
+    """Ctrl-C fills the yielded list instead of raising inside a step; a second Ctrl-C raises at once. Where Ctrl-C
+    would not run Python code (it is ignored, or this is not the main thread) nothing changes."""
     signals: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    previous = signal.getsignal(signal.SIGINT) if is_main else None
+    if not callable(previous):
         yield signals
         return
-    previous = signal.getsignal(signal.SIGINT)
 
     def on_interrupt(number: int, frame: Any) -> None:
         if signals:
@@ -238,3 +241,12 @@ def deferred_interrupt() -> Iterator[list[int]]:
         yield signals
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def unbroken() -> Iterator[None]:
+    """Ctrl-C inside comes at the end, to whoever handles it."""
+    with deferred_interrupt() as signals:
+        yield
+    if signals:
+        signal.raise_signal(signal.SIGINT)

@@ -55,6 +55,8 @@ class StructuredOutputsParams:
         if len(given) != 1:
             got = " and ".join(given) or "none"
             raise ValueError(f"StructuredOutputsParams: expected one of {', '.join(names)}, got {got}")
+        if not isinstance(self.json_object, (bool, NoneType)):
+            raise ValueError(f"StructuredOutputsParams.json_object: expected True, got {self.json_object!r}")
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), (str, NoneType)):
                 raise ValueError(f"StructuredOutputsParams.{name}: expected a string, got {getattr(self, name)!r}")

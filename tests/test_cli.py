@@ -278,6 +278,13 @@ def test_failed_recording_does_not_cost_the_text(
     assert captured.out == "Paris.\n" and "'/dev/full'" in captured.err
 
 
+def test_closed_stdout_and_stderr(fake: FakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["generate", "m", "-p", "one"]) == 0
+    assert main(["generate", "m", "-p", "one", "--top-p", "7"]) == 1
+
+
 def test_generate_json(fake: FakeLLM, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "m", "-p", "one", "--json"]) == 0
     output = json.loads(capsys.readouterr().out)
@@ -550,7 +557,24 @@ def test_bench_draws(kind: str, tmp_path: Path) -> None:
     line = [*small_bench(kind, tmp_path), *SMALL_BENCH[kind]]
     assert main([*line, "--plot", str(tmp_path / "chart.svg")]) == 0
     assert "roofline" in (tmp_path / "chart.svg").read_text() or (tmp_path / "chart.svg").stat().st_size > 1000
-    assert main([*line, "--plot", str(tmp_path / "chart.nonsense")]) == 1
+
+
+@pytest.mark.parametrize(
+    "flag, value, message",
+    [
+        ("--plot", "chart.nonsense", "argument --plot: expected a name in .svg, .png or .pdf, got chart.nonsense"),
+        ("--plot", "no/chart.svg", "argument --plot: expected a file in a folder that exists, got no/chart.svg"),
+        ("--json", "no/rows.json", "argument --json: expected a file in a folder that exists, got no/rows.json"),
+        ("--prefix-hit", "1.5", "argument --prefix-hit: expected 0 or more, and less than 1, got 1.5"),
+        ("--prefix-hit", "nan", "argument --prefix-hit: expected 0 or more, and less than 1, got nan"),
+    ],
+)
+def test_bench_checks_its_flags_before_it_measures(
+    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "prefill", "m", flag, value])
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -575,6 +599,15 @@ def test_chat_of_the_real_model(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["chat", str(REAL_MODEL), "--max-model-len", "512", "--temperature", "0", "--max-tokens", "16"]
     assert main([*line, "--once", "What is the capital of France?"]) == 0
     assert "Paris" in capsys.readouterr().out
+
+
+@needs_real_model
+def test_json_of_the_real_model(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["generate", str(REAL_MODEL), "-p", "one", "--prompt", "two", "--json"]
+    assert main([*line, "--max-model-len", "64", "--max-tokens", "3", "--ignore-eos"]) == 0
+    first, second = (json.loads(text) for text in capsys.readouterr().out.splitlines())
+    assert (first["prompt"], second["prompt"]) == ("one", "two")
+    assert all(type(t) is int for t in first["prompt_token_ids"]) and len(second["outputs"][0]["token_ids"]) == 3
 
 
 @needs_real_model

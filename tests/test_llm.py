@@ -1,6 +1,9 @@
 """The offline front over an engine with a fake model."""
 
+import copy
+import dataclasses
 import os
+import pickle
 import signal
 import threading
 import time
@@ -11,7 +14,7 @@ from engine.fakes import by_hash, check_idle, complete, greedy, make_engine, run
 from engine.tokenizer import byte_tokenizer
 
 from nanovllm.outputs import RequestOutput
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 llm_module = pytest.importorskip("nanovllm.llm", reason="needs torch and the model configs")
 overlaps = pytest.mark.parametrize("overlap", [False, True])
@@ -134,6 +137,88 @@ def test_ctrl_c_ends_the_requests_and_leaves_a_usable_engine(make_llm, overlap: 
     (output,) = llm.generate([[5, 6]], greedy(4), use_tqdm=False)
     assert output.prompt_token_ids == [5, 6] and output.token_ids == alone([5, 6], greedy(4))
     settle(llm)
+
+
+@overlaps
+def test_ctrl_c_in_a_stream_comes_after_the_step(make_llm, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap)
+    finished_steps = []
+
+    def interrupt(batch: object) -> None:
+        if len(llm.engine.runner.batches) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            finished_steps.append(True)
+
+    llm.engine.runner.on_launch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        for _ in llm.stream([1, 2], greedy(30, ignore_eos=True)):
+            pass
+    assert finished_steps == [True] and not llm.engine.requests
+    settle(llm)
+
+
+def test_ctrl_c_while_requests_are_queued_leaves_none(make_llm, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_llm()
+    add = llm.engine.add_checked_request
+
+    def interrupt(*args: object, **options: object) -> object:
+        if len(llm.engine.requests) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return add(*args, **options)
+
+    monkeypatch.setattr(llm.engine, "add_checked_request", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2]] * 9, greedy(3), use_tqdm=False)
+    assert not llm.engine.requests and not llm.engine.runner.batches
+    settle(llm)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_program_keeps_its_own_handling_of_ctrl_c(make_llm, ignored: bool) -> None:
+    llm, seen = make_llm(), []
+    llm.engine.runner.on_launch = lambda batch: os.kill(os.getpid(), signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else lambda *_: seen.append(1))
+    try:
+        (output,) = llm.generate([[1, 2]], greedy(3, ignore_eos=True), use_tqdm=False)
+        assert len(list(llm.stream([3, 4], greedy(2, ignore_eos=True)))) == 2
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert output.token_ids == alone([1, 2], greedy(3, ignore_eos=True))
+    assert len(seen) == (0 if ignored else 5)
+
+
+def test_another_calls_failed_step_reaches_a_stream(make_llm) -> None:
+    llm = make_llm()
+    stream = llm.stream([1, 2], greedy(30, ignore_eos=True))
+    next(stream)
+
+    def fail(batch: object) -> None:
+        raise MemoryError("no room")
+
+    llm.engine.runner.on_launch = fail
+    with pytest.raises(MemoryError):
+        llm.generate([[3, 4]], greedy(3), use_tqdm=False)
+    with pytest.raises(RuntimeError, match="a step failed, and with it this request: MemoryError") as caught:
+        next(stream)
+    assert isinstance(caught.value.__cause__, MemoryError)
+
+
+def test_outputs_are_plain_data(make_llm) -> None:
+    """They go into JSON, and to other processes."""
+    llm = make_llm()
+    for params in (greedy(3), greedy(3, logprobs=1)):
+        (output,) = llm.generate([[1, 2]], params, use_tqdm=False)
+        assert dataclasses.asdict(output)["prompt_token_ids"] == [1, 2]
+        for other in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+            assert other == output and type(other.prompt_token_ids) is list
+
+
+def test_outputs_of_a_form_are_plain_data(make_llm) -> None:
+    pytest.importorskip("llguidance", reason="forms need llguidance")
+    params = greedy(9, structured_outputs=StructuredOutputsParams(choice=["cat"]))
+    llm = make_llm(scripted(*byte_tokenizer().encode("cat"), then=0))
+    (output,) = llm.generate([[1, 2]], params, use_tqdm=False)
+    assert output.text == "cat" and pickle.loads(pickle.dumps(output)) == output
 
 
 @overlaps

@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, unknown = make_parser().parse_known_args(argv)
     if unknown:  # argparse would point to the help of `nanovllm`, which does not have the command's flags
         args.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     with contextlib.suppress(AttributeError):  # closed, or not a file
         # Bytes that are no text come through as surrogates, and the engine says where they are.
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]

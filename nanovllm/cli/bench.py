@@ -36,6 +36,27 @@ def _rate(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"expected 0 or more, and less than 1, got {text}")
+    return value
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text}")
+    return path
+
+
+def _chart(text: str) -> Path:
+    path = _file(text)
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise argparse.ArgumentTypeError(f"expected a name in .svg, .png or .pdf, got {text}")
+    return path
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     text = "many requests at once: tokens a second in and out (the defaults are nano-vLLM's workload)"
@@ -69,7 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prompt tokens, two rows for each number (default: 128 8192 32768, as far as the model goes)",
     )
     prefill.add_argument(
-        "--prefix-hit", type=float, default=0.9, metavar="SHARE", help="of the prompt, cached (default: 0.9; 0: no row)"
+        "--prefix-hit",
+        type=_share,
+        default=0.9,
+        metavar="SHARE",
+        help="of the prompt, cached (default: 0.9; 0: no row)",
     )
     for kind in (throughput, latency):
         kind.add_argument(
@@ -79,8 +104,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("--runs", type=_length, default=3, metavar="N", help="the median of this many (default: 3)")
     for kind in (throughput, latency, prefill):
         kind.add_argument("--profile", action="store_true", help="where the time of the steps went, by phase")
-        kind.add_argument("--json", type=Path, metavar="FILE", help="write everything to this file; - prints only that")
-        kind.add_argument("--plot", type=Path, metavar="FILE", help="draw a chart (.svg, .png, .pdf; needs matplotlib)")
+        kind.add_argument(
+            "--json", type=_file, metavar="FILE", help="write everything to this file; - prints only that"
+        )
+        kind.add_argument(
+            "--plot", type=_chart, metavar="FILE", help="draw a chart (.svg, .png, .pdf; needs matplotlib)"
+        )
         kind.add_argument("--bandwidth", type=_rate, metavar="TB/s", help="of the roofline (default: measured first)")
         kind.add_argument("--compute", type=_rate, metavar="TFLOP/s", help="of the roofline (default: measured first)")
         kind.add_argument(

@@ -212,7 +212,8 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
     start = time.perf_counter()
     device, where, hf_config, model_config = examine(config)
     max_model_len = min(config.max_model_len, model_config.max_position_embeddings)
-    config = dataclasses.replace(config, max_model_len=max_model_len)
+    most_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * max_model_len)  # of a step
+    config = dataclasses.replace(config, max_model_len=max_model_len, max_num_batched_tokens=most_tokens)
     # Positions end at max_model_len: so does the rotary table (its scaling is already resolved).
     model_config = dataclasses.replace(model_config, max_position_embeddings=max_model_len)
     check_shapes(config, model_config, device)
@@ -229,17 +230,16 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         weights.check_sizes(model_config, where)
     if not external_rank(config.distributed_init_method, config.tensor_parallel_size):  # of ranks, the first one
         _say(f"nanovllm: loading {_name(model_config, device)} from {config.model}")
+    sampling_params = sampling_defaults(generation_config)
     runner, load_seconds = make_runner(config, model_config, where, device)
-    tokenizer = tokenizer_result.result()
     overlap = device.type == "cuda" if config.overlap == "auto" else bool(config.overlap)
-    engine = LLMEngine(
-        config,
-        runner,
-        tokenizer,
-        eos_token_ids(generation_config, tokenizer, hf_config),
-        model_config.vocab_size,
-        overlap,
-    )
+    try:
+        tokenizer = tokenizer_result.result()
+        end_ids = eos_token_ids(generation_config, tokenizer, hf_config)
+        engine = LLMEngine(config, runner, tokenizer, end_ids, model_config.vocab_size, overlap)
+    except BaseException:
+        runner.close()
+        raise
     engine.startup_seconds = {
         "import": start - begin,
         "weights": load_seconds,
@@ -247,7 +247,7 @@ def build_engine(config: EngineConfig) -> tuple[LLMEngine, SamplingParams]:
         "graphs": runner.capture_seconds,
     }
     _say_ready(engine, model_config, device, backend.name)
-    return engine, sampling_defaults(generation_config)
+    return engine, sampling_params
 
 
 def _say_ready(engine: LLMEngine, model: ModelConfig, device: torch.device, backend: str) -> None:

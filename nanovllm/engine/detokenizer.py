@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,11 +50,34 @@ class _TokenBytes(dict[int, bytes]):
         return data
 
 
+class _FallbackBytes(dict[int, int]):
+    """Token id to its byte, of the tokens <0x00> to <0xFF> that SentencePiece writes characters with that it has no
+    token for; empty for tokenizers without."""
+
+    _known: WeakKeyDictionary[Any, _FallbackBytes] = WeakKeyDictionary()
+
+    def __init__(self, tokenizer: Any) -> None:
+        vocab = tokenizer.get_vocab()
+        names = {f"<0x{byte:02X}>": byte for byte in range(256)}
+        super().__init__({vocab[name]: byte for name, byte in names.items() if name in vocab})
+        self.letter = vocab.get("<0x41>")
+        if self.letter is None or tokenizer.decode([self.letter]) != "A":
+            self.clear()
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> _FallbackBytes:
+        if tokenizer not in cls._known:
+            cls._known[tokenizer] = cls(tokenizer)
+        return cls._known[tokenizer]
+
+
 def token_bytes(tokenizer: Any, token_id: int) -> bytes:
     """What one token stands for, special ones included; not always whole characters."""
     table = _TokenBytes.of(tokenizer, skip_special_tokens=False)
     if table is not None:
         return table[token_id]
+    if (byte := _FallbackBytes.of(tokenizer).get(token_id)) is not None:
+        return bytes([byte])
     return tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False).encode()
 
 
@@ -88,11 +112,15 @@ class _WindowText:
 
     A token may end inside a multi-byte character, and decoding a token alone may differ from decoding it in its
     context; so each step decodes from a few tokens before the new ones and takes the difference.
+
+    Tokens that are a byte are decoded apart: the tokenizer would write a run of them that does not end with a character
+    as U+FFFD for each byte, whole characters before it included.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._token_ids: list[int] = []
+        self._bytes, self._utf8 = _FallbackBytes.of(tokenizer), _Utf8("replace")
+        self._token_ids: list[int] = []  # but for bytes
         self._prefix = 0  # tokens before it are not decoded again
         self._read = 0  # the text of those before it was given
 
@@ -101,6 +129,15 @@ class _WindowText:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
 
     def add(self, token_ids: list[int]) -> str:
+        if not self._bytes:
+            return self._add(token_ids)
+        text = ""
+        for are_bytes, group in itertools.groupby(token_ids, self._bytes.__contains__):
+            run = list(group)
+            text += self._add_bytes(run) if are_bytes else self._utf8.decode(b"", final=True) + self._add(run)
+        return text
+
+    def _add(self, token_ids: list[int]) -> str:
         self._token_ids += token_ids
         before = self._decode(self._prefix, self._read)
         text = self._decode(self._prefix)
@@ -109,9 +146,19 @@ class _WindowText:
         self._prefix, self._read = self._read, len(self._token_ids)
         return text[len(before) :]
 
-    def rest(self) -> str:
+    def _add_bytes(self, token_ids: list[int]) -> str:
+        text = self._held_back()
+        if not self._token_ids:  # the next token is not the first: a space that begins it stays
+            self._token_ids.append(self._bytes.letter)
+        self._read = len(self._token_ids)
+        return text + self._utf8.decode(bytes([self._bytes[t] for t in token_ids]))
+
+    def _held_back(self) -> str:
         before = self._decode(self._prefix, self._read)
         return self._decode(self._prefix)[len(before) :]
+
+    def rest(self) -> str:
+        return self._held_back() + self._utf8.decode(b"", final=True)
 
 
 class Detokenizer:

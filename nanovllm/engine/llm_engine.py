@@ -50,6 +50,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     first_token_time: float | None = None
     finish_time: float | None = None
+    error: BaseException | None = None  # of the step that ended it
 
     @property
     def is_finished(self) -> bool:
@@ -200,7 +201,7 @@ class LLMEngine:
             while request_id in self.requests:  # a caller chose this one
                 request_id += "-"
         text = prompt if isinstance(prompt, str) else None
-        request = Request(request_id, text, token_ids, params, time.perf_counter())
+        request = Request(request_id, text, list(token_ids), params, time.perf_counter())
         for index in range(params.n):
             seq = Sequence(
                 token_ids,
@@ -277,8 +278,8 @@ class LLMEngine:
             result.finished += batch.finished
             if len(self._in_flight) > (self._max_in_flight if batch else 0):
                 self._collect(result)
-        except BaseException:
-            self._recover()
+        except BaseException as e:
+            self._recover(e)
             raise
         now = time.perf_counter() if result.finished else 0.0
         for seq in result.finished:
@@ -331,14 +332,14 @@ class LLMEngine:
         if data.detokenizer is not None and data.detokenizer.finish():
             seq.finish_reason, seq.stop_reason = "stop", data.detokenizer.stop_reason
 
-    def _recover(self) -> None:
+    def _recover(self, error: BaseException) -> None:
         """After a failed step: every request ends, the steps in flight are dropped, and the pool starts empty.
 
         A step may fail anywhere, so no bookkeeping of it is trusted: a new scheduler takes over.
         """
         self._in_flight.clear()
         for request in self.requests.values():
-            request.finish_time = time.perf_counter()
+            request.finish_time, request.error = time.perf_counter(), error
             for seq in request.sequences:
                 seq.finish_reason = seq.finish_reason or "abort"
         self.requests.clear()

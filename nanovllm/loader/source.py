@@ -100,7 +100,10 @@ def load_hf_config(source: ModelSource) -> Any:
 
 def _read_json(path: Path) -> dict[str, Any]:
     with readable(path):
-        return dict(json.loads(path.read_text()))
+        fields = json.loads(path.read_text())
+        if not isinstance(fields, dict):
+            raise ValueError(f"expected a JSON object, got {type(fields).__name__}")
+        return fields
 
 
 def load_tokenizer(source: ModelSource) -> PreTrainedTokenizerBase | None:

@@ -102,7 +102,7 @@ class ModelConfig:
             rms_norm_eps=_positive("rms_norm_eps", _required(hf_config, "rms_norm_eps")),
             rope_theta=_positive("rope_theta", rope["rope_theta"]),
             rope_scaling=scaling,
-            rotary_dim=int(head_dim * (rope.get("partial_rotary_factor") or 1.0)),
+            rotary_dim=_rotary_dim(head_dim, rope.get("partial_rotary_factor") or 1.0),
             qkv_bias=attention_bias or is_qwen2,
             o_bias=attention_bias and not is_qwen2,
             mlp_bias=bool(getattr(hf_config, "mlp_bias", False)),
@@ -161,11 +161,19 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def _rotary_dim(head_dim: int, share: Any) -> int:
+    if _positive("partial_rotary_factor", share) > 1:
+        raise ValueError(f"partial_rotary_factor: expected a share of at most 1, got {share!r}")
+    return int(head_dim * share)
+
+
 def _check_unquantized(hf_config: Any) -> None:
     quantization = getattr(hf_config, "quantization_config", None)
     if quantization is None:
         return
-    settings = quantization if isinstance(quantization, dict) else quantization.to_dict()
+    settings = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
+    if not isinstance(settings, dict):
+        raise ValueError(f"quantization_config: expected an object, got {settings!r}")
     if not settings.get("config_groups") and settings.get("kv_cache_scheme"):
         _check_cache_scheme(settings["kv_cache_scheme"])  # llm-compressor: scales of the cache beside dense weights
         return
@@ -214,7 +222,10 @@ def _dtype(hf_config: Any) -> torch.dtype:
 
 def _rope_parameters(hf_config: Any) -> dict[str, Any]:
     """One dict with rope_type and rope_theta, of rope_parameters (5.x), rope_scaling and top-level fields."""
-    rope = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
+    rope = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+    if not isinstance(rope, dict):
+        raise ValueError(f"rope_parameters: expected an object, got {rope!r}")
+    rope = dict(rope)
     for name in ("rope_theta", "partial_rotary_factor"):
         if rope.get(name) is None:
             rope[name] = getattr(hf_config, name, None)
@@ -238,10 +249,15 @@ def _rope_scaling(rope: dict[str, Any], max_position_embeddings: int) -> RopeSca
         "yarn": ("beta_fast", "beta_slow", "truncate"),
     }[rope_type]
     values = {name: rope[name] for name in wanted if rope.get(name) is not None}
+    for name in values.keys() - {"truncate"}:
+        values[name] = _positive(f"rope_scaling.{name}", values[name])
     original = rope.get("original_max_position_embeddings") or max_position_embeddings
+    original = _positive("rope_scaling.original_max_position_embeddings", original)
     if rope_type == "yarn":
-        values["factor"] = rope.get("factor") or max_position_embeddings / original
+        values["factor"] = _positive("rope_scaling.factor", rope.get("factor") or max_position_embeddings / original)
         values["attention_factor"] = _yarn_attention_factor(rope, values["factor"])
+        if _positive("rope_theta", rope["rope_theta"]) <= 1:
+            raise ValueError(f"rope_theta: expected more than 1 for rope_type yarn, got {rope['rope_theta']!r}")
     elif "factor" not in values:
         raise ValueError(f"rope_scaling: expected a factor for rope_type {rope_type}, got none")
     return RopeScaling(rope_type=rope_type, original_max_position_embeddings=original, **values)
@@ -254,9 +270,11 @@ def _yarn_attention_factor(rope: dict[str, Any], factor: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if rope.get("attention_factor") is not None:
-        return rope["attention_factor"]
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+        return _positive("rope_scaling.attention_factor", rope["attention_factor"])
+    names = ("mscale", "mscale_all_dim")
+    if all(rope.get(name) for name in names):
+        one, all_dim = (_positive(f"rope_scaling.{name}", rope[name]) for name in names)
+        return mscale(one) / mscale(all_dim)
     return mscale(1.0)
 
 

@@ -48,7 +48,8 @@ class Team:
     """All ranks of an engine, seen from rank 0.
 
     Use: make it, load rank 0's part of the model for `group`, connect(), make the ModelRunner within watched(), and
-    wrap it in a ParallelRunner. close() ends the workers; so do the end of the interpreter and of the process itself.
+    wrap it in a ParallelRunner. close() ends the workers; so do the collection of this object, the end of the
+    interpreter and that of the process itself.
 
     Args:
         specs: what each rank is made of, in the order of ranks.
@@ -60,12 +61,13 @@ class Team:
         self.progress = Progress()
         self.group = make_group(specs[0], self.progress)
         start = _accept_ranks if is_external else _start_ranks
-        self._store, meeting_over, sender, reports, processes = start(specs, lambda: self.watcher.check())
+        watchers: list[Watcher] = []  # what ends the workers must not keep this alive
+        self._store, meeting_over, sender, reports, processes = start(specs, lambda: watchers[0].check())
         self._meeting_over = meeting_over
         self.send = sender
         group, pid = self.group, os.getpid()
         self.watcher = Watcher(reports, processes, self.progress, config.distributed_timeout, group)
-        watcher = self.watcher
+        watchers.append(watcher := self.watcher)
 
         def end() -> None:
             if os.getpid() == pid:  # not in a process forked from this one

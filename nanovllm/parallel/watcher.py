@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import threading
@@ -61,6 +62,7 @@ class Watcher:
         group: Group,
     ) -> None:
         self.failure: WorkerError | None = None
+        self._pid = os.getpid()
         self._reports, self._processes, self._group = dict(reports), processes, group
         self._progress = {0: progress.as_tuple()} | dict.fromkeys(reports, (0, 0, "starting"))
         self._own_progress = progress
@@ -83,6 +85,8 @@ class Watcher:
 
     def check(self) -> None:
         """Raises the failure, if there is one."""
+        if os.getpid() != self._pid:  # the thread and the ranks are not there
+            raise WorkerError(f"the engine was made by process {self._pid}: make another one after a fork")
         if self._is_failing:  # a collective was ended: what it left is not a result
             with self._changed:
                 self._changed.wait_for(lambda: self.failure is not None, 2 * _GRACE_SECONDS)

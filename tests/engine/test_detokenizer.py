@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from engine.tokenizer import byte_tokenizer
+from engine.tokenizer import byte_tokenizer, piece_tokenizer
 
 from nanovllm.engine.detokenizer import Detokenizer, _TokenBytes, token_bytes
 
@@ -156,3 +156,31 @@ def test_special_and_unknown_tokens(skip: bool) -> None:
     assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=skip)
     assert b"".join(token_bytes(tokenizer, t) for t in tokenizer.encode("é")) in ("é".encode(), "�".encode() * 2)
     assert token_bytes(tokenizer, EOS) == b"<eos>"
+
+
+def in_pieces(token_ids: list[int], size: int) -> str:
+    detokenizer = Detokenizer(piece_tokenizer())
+    for i in range(0, len(token_ids), size):
+        detokenizer.update(token_ids[i : i + size])
+    detokenizer.finish()
+    return detokenizer.text
+
+
+@pytest.mark.parametrize("text", [*TEXTS[:-2], "x\n\n y", "é the", "日é\n the end."])
+def test_characters_of_single_bytes(text: str) -> None:
+    token_ids = piece_tokenizer().encode(text, add_special_tokens=False)
+    for size in (1, 2, 3, len(token_ids)):
+        assert in_pieces(token_ids, size) == text == piece_tokenizer().decode(token_ids)
+    assert [token_bytes(piece_tokenizer(), 1 + byte) for byte in b"\n\xff"] == [b"\n", b"\xff"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bytes_that_are_no_text_cost_no_other_character(seed: int) -> None:
+    """The tokenizer itself writes such a run as U+FFFD for each of its bytes."""
+    rng = random.Random(seed)
+    data = b"".join(rng.choice([b"\n", "é".encode(), "😀".encode(), "😀".encode()[:2], b"\xff"]) for _ in range(9))
+    token_ids = [1 + byte for byte in data]
+    for size in (1, 2, len(token_ids)):
+        assert in_pieces(token_ids, size) == data.decode(errors="replace")
+    the = piece_tokenizer().encode("the", add_special_tokens=False)
+    assert in_pieces(the + token_ids + the, 1) == f"the{data.decode(errors='replace')} the"

@@ -109,10 +109,11 @@ def test_generation_config_is_optional(tmp_path):
     ("name", "text", "message"),
     [
         ("config.json", "{", r"config\.json: could not be read: JSONDecodeError"),
-        ("config.json", "5", r"config\.json: could not be read: TypeError"),
+        ("config.json", "5", r"config\.json: could not be read: ValueError: expected a JSON object, got int"),
         ("config.json", '{"architectures": "LlamaForCausalLM"}', "architectures: expected one of .*, got Llama"),
         ("config.json", '{"architectures": [[]]}', r"architectures: expected one of .*, got \[\]"),
         ("generation_config.json", "{", r"generation_config\.json: could not be read: "),
+        ("generation_config.json", "[[1, 2]]", r"generation_config\.json: .*: expected a JSON object, got list"),
         ("tokenizer.json", "{}", "could not be read: "),
     ],
 )

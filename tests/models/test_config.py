@@ -84,6 +84,43 @@ def test_scaling_without_factor_is_refused():
         ModelConfig.from_hf(plain_config(rope_scaling={"rope_type": "linear"}))
 
 
+@pytest.mark.parametrize("bad", [-1.0, "2", [2], float("inf"), True])
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("linear", "factor"),
+        ("llama3", "high_freq_factor"),
+        ("llama3", "original_max_position_embeddings"),
+        ("yarn", "factor"),
+        ("yarn", "beta_fast"),
+        ("yarn", "attention_factor"),
+        ("yarn", "mscale"),
+    ],
+)
+def test_scaling_takes_numbers_above_zero(kind, name, bad):
+    scaling = {"factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0} | {"rope_type": kind, name: bad}
+    with pytest.raises(ValueError, match=rf"rope_scaling\.{name}: expected a number above 0, got"):
+        ModelConfig.from_hf(plain_config(rope_scaling=scaling))
+
+
+@pytest.mark.parametrize(
+    "fields, error",
+    [
+        (
+            {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1},
+            "rope_theta: expected more than 1 for rope_type yarn",
+        ),
+        ({"rope_parameters": 5}, "rope_parameters: expected an object, got 5"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor: expected a share of at most 1, got 1.5"),
+        ({"partial_rotary_factor": float("inf")}, "partial_rotary_factor: expected a number above 0, got inf"),
+        ({"quantization_config": 5}, "quantization_config: expected an object, got 5"),
+    ],
+)
+def test_what_is_no_rotation_and_no_quantisation_is_refused(fields, error):
+    with pytest.raises(ValueError, match=error):
+        ModelConfig.from_hf(plain_config(**fields))
+
+
 @pytest.mark.parametrize(
     "fields, dtype",
     [

@@ -1,7 +1,9 @@
 """Ranks that fail in every way: one error that says which and why, nothing left, and the next engine works."""
 
 import asyncio
+import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +142,60 @@ def test_a_rank_stopped_while_it_starts_has_only_the_timeout(checkpoint):
     # Without the look at the process it would have a minute more.
     with pytest.raises(WorkerError, match=r"rank 1 gives no sign of life since [2-9](\.\d+)? s .*is stopped"):
         make_and_signal(checkpoint, signal.SIGSTOP, distributed_timeout=2)
+
+
+def test_an_engine_that_cannot_be_finished_leaves_no_rank(checkpoint, tmp_path):
+    before = children()
+    shutil.copytree(checkpoint, tmp_path, dirs_exist_ok=True)
+    for name, text, error in (
+        ("generation_config.json", '{"eos_token_id": "2"}', "eos_token_id: expected an integer"),
+        ("generation_config.json", '{"top_p": 7}', "top_p"),
+        ("tokenizer.json", '{"version": ', "could not be read"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(ValueError, match=error):
+            make_llm(tmp_path)
+        assert children() == before
+        (tmp_path / name).unlink()
+
+
+def test_a_forked_process_is_told_that_the_ranks_are_not_its_own(checkpoint, expected):
+    with make_llm(checkpoint) as llm:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                tokens(llm)
+            except WorkerError as e:
+                os._exit(7 if "make another one after a fork" in str(e) else 1)
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert tokens(llm) == expected
+
+
+def test_ranks_end_with_an_engine_that_nobody_holds(checkpoint):
+    before = children()
+    llm = make_llm(checkpoint)
+    tokens(llm)
+    assert len(children() - before) == 1
+    del llm
+    gc.collect()
+    assert children() == before
+
+
+def test_ctrl_c_in_a_stream_leaves_the_ranks(checkpoint, expected, monkeypatch):
+    with make_llm(checkpoint) as llm:
+        launch = llm.engine.runner.launch
+
+        def interrupted(batch):
+            os.kill(os.getpid(), signal.SIGINT)
+            return launch(batch)
+
+        monkeypatch.setattr(llm.engine.runner, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.stream([5, 6]))
+        monkeypatch.undo()
+        assert tokens(llm) == expected
 
 
 def test_a_watcher_that_fails_ends_the_engine(checkpoint, monkeypatch):

@@ -49,11 +49,13 @@ class LLM:
         self.exit()
 
     def exit(self) -> None:
-        """Frees the model and the KV cache, and ends the other ranks; a second call does nothing."""
+        """Frees the model and the KV cache, and ends the other ranks; a second call does nothing. Calls of other
+        threads end with an error after the step they are in."""
         engine = self.__dict__.pop("engine", None)
         if engine is None:
             return
-        engine.close()
+        with self._lock:
+            engine.close()
         del engine
         gc.collect()  # runner and graphs refer to each other: without this their memory waits for the collector
         if torch.cuda.is_initialized():
@@ -194,7 +196,7 @@ class LLM:
         ) as bar:
             while pending and engine.has_work:
                 with unbroken():
-                    result = engine.step()
+                    result = self.engine.step()  # not after exit()
                 num_in += result.num_prefill_tokens
                 num_out += len(result.updated)
                 for seq in result.finished:

@@ -353,6 +353,32 @@ def test_exit_is_idempotent_and_later_use_says_so(make_llm) -> None:
         _ = llm.generat
 
 
+def test_exit_ends_a_call_of_another_thread_after_its_step(make_llm) -> None:
+    llm = make_llm()
+    engine, in_step, go_on, errors = llm.engine, threading.Event(), threading.Event(), []
+
+    def wait(batch: object) -> None:
+        in_step.set()
+        assert go_on.wait(30)
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match=r"ended by exit\(\)") as caught:
+            llm.generate([[1, 2]], greedy(30, ignore_eos=True), use_tqdm=False)
+        errors.append(caught.value)
+
+    engine.runner.on_launch = wait
+    caller, leaver = threading.Thread(target=call), threading.Thread(target=llm.exit)
+    caller.start()
+    assert in_step.wait(30)
+    leaver.start()
+    while "engine" in llm.__dict__:
+        time.sleep(0.001)
+    go_on.set()
+    caller.join(30)
+    leaver.join(30)
+    assert len(errors) == 1 and len(engine.runner.batches) == 1 and not engine.requests
+
+
 def test_stream_left_open_ends_quietly_after_exit(make_llm) -> None:
     llm = make_llm()
     pieces = llm.stream([1, 2], greedy(9, ignore_eos=True))

@@ -1,5 +1,6 @@
 """Fixtures of all tests: the device axis (and its dtypes), the `gpu` and `slow` markers, a tiny model."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 # What the operators are built for on each device (DESIGN: fp32 and bf16 on CPU, bf16 and fp16 on CUDA).
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
 MARKS = {"cpu": (), "cuda": (pytest.mark.gpu,)}
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores Ctrl-C for what it runs in the background
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -271,7 +271,7 @@ void cut_top_p(Runner run, Row& row, float top_p) {
   // All tokens below the floor together hold less than 1 - top_p: the cut is above it.
   const double floor = std::log((1.0 - top_p) * total / static_cast<double>(row.vocab));
   row.floor_ = std::max({row.cut, static_cast<float>(floor), -80.0f});
-  row.to_bin = row.floor_ < 0 ? kBins / -row.floor_ : 0.0f;
+  row.to_bin = row.floor_ < -1e-30f ? kBins / -row.floor_ : 0.0f;  // finite
   row.bin_mass.assign(kBins + 2, 0.0);
   run(Pass::kHistogram, row, 0, row.num_blocks);
   double above = 0;

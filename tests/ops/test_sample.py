@@ -227,6 +227,14 @@ def test_extreme_logits_and_temperatures(device: str) -> None:
     assert set(flat.tolist()) == {0, 1, 2, 3}
 
 
+def test_logits_that_hardly_differ(device: str) -> None:
+    """Not even 1 / x of what is left is finite."""
+    torch.manual_seed(0)
+    logits = 3e-40 * torch.randn(3, 20000, device=device)
+    got = sample(logits, torch.arange(3), top_k=16383, top_p=0.05)
+    assert (logits.gather(1, got[:, None]) >= logits.quantile(0.9, dim=1, keepdim=True)).all()
+
+
 def test_strided_rows_and_no_rows(device: str) -> None:
     torch.manual_seed(0)
     wide = torch.randn(5, 300, device=device)

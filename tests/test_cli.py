@@ -562,9 +562,9 @@ def test_bench_draws(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "flag, value, message",
     [
-        ("--plot", "chart.nonsense", "argument --plot: expected a name in .svg, .png or .pdf, got chart.nonsense"),
-        ("--plot", "no/chart.svg", "argument --plot: expected a file in a folder that exists, got no/chart.svg"),
-        ("--json", "no/rows.json", "argument --json: expected a file in a folder that exists, got no/rows.json"),
+        ("--plot", "chart.nonsense", "argument --plot: expected a name in .svg, .png or .pdf, got 'chart.nonsense'"),
+        ("--plot", "no/chart.svg", "argument --plot: expected a file in a folder that exists, got 'no/chart.svg'"),
+        ("--json", "no/rows.json", "argument --json: expected a file in a folder that exists, got 'no/rows.json'"),
         ("--prefix-hit", "1.5", "argument --prefix-hit: expected 0 or more, and less than 1, got 1.5"),
         ("--prefix-hit", "nan", "argument --prefix-hit: expected 0 or more, and less than 1, got nan"),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 from nanovllm.bench.serving import Record
 
 
-def plot(records: list[Record], path: str, title: str) -> None:
+def plot(records: list[Record], path: Path, title: str) -> None:
     """Writes distributions of TTFT, inter-token and end-to-end latency, and TTFT over the time of arrival.
 
     Raises:
@@ -34,4 +34,4 @@ def plot(records: list[Record], path: str, title: str) -> None:
     arrivals.set(xlabel="start, s", ylabel="time to first token, ms", ylim=(0, None))
     arrivals.grid(alpha=0.3)
     figure.suptitle(title)
-    figure.savefig(Path(path))
+    figure.savefig(path)

@@ -7,11 +7,10 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.cli import bench_serve
-from nanovllm.cli.flags import add_engine_flags, engine_config, make_llm
+from nanovllm.cli.flags import add_engine_flags, chart, engine_config, make_llm, writable
 
 if TYPE_CHECKING:
     from nanovllm.bench.engine import Result
@@ -41,20 +40,6 @@ def _share(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"expected 0 or more, and less than 1, got {text}")
     return value
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text}")
-    return path
-
-
-def _chart(text: str) -> Path:
-    path = _file(text)
-    if path.suffix not in (".svg", ".png", ".pdf"):
-        raise argparse.ArgumentTypeError(f"expected a name in .svg, .png or .pdf, got {text}")
-    return path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,10 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (throughput, latency, prefill):
         kind.add_argument("--profile", action="store_true", help="where the time of the steps went, by phase")
         kind.add_argument(
-            "--json", type=_file, metavar="FILE", help="write everything to this file; - prints only that"
+            "--json", type=writable, metavar="FILE", help="write everything to this file; - prints only that"
         )
         kind.add_argument(
-            "--plot", type=_chart, metavar="FILE", help="draw a chart (.svg, .png, .pdf; needs matplotlib)"
+            "--plot", type=chart, metavar="FILE", help="draw a chart (.svg, .png, .pdf; needs matplotlib)"
         )
         kind.add_argument("--bandwidth", type=_rate, metavar="TB/s", help="of the roofline (default: measured first)")
         kind.add_argument("--compute", type=_rate, metavar="TFLOP/s", help="of the roofline (default: measured first)")

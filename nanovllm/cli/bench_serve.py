@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nanovllm.cli.flags import chart, writable
+
 SUMMARY = "load a running OpenAI-compatible server: latencies, throughput, goodput under an SLO"
 
 
@@ -60,8 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=MS",
         help="ttft, tpot, itl or e2e limit in ms, for goodput; may be repeated",
     )
-    out.add_argument("--output", metavar="FILE", help="write the summary and every request as JSON")
-    out.add_argument("--plot", metavar="FILE", help="draw the distributions (.svg, .png, .pdf; needs matplotlib)")
+    out.add_argument("--output", type=writable, metavar="FILE", help="write the summary and every request as JSON")
+    text = "draw the distributions (.svg, .png, .pdf; needs matplotlib)"
+    out.add_argument("--plot", type=chart, metavar="FILE", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     records, seconds = asyncio.run(_run(args, bodies, load))
     result = serving.summary(records, seconds, slo)
     if args.output is not None:
-        Path(args.output).write_text(json.dumps(serving.full_record(result, records)))
+        args.output.write_text(json.dumps(serving.full_record(result, records)))
     if args.plot is not None:
         from nanovllm.bench.serving_plot import plot
 

@@ -28,7 +28,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, model_is_optional: bool = 
     """MODEL (None where it is optional and not given), a flag for every other field of EngineConfig, and --record."""
     add_config_flags(parser, "engine", EngineConfig, model_is_optional)
     text = "write what the engine does, step by step, to this file; `nanovllm inspect FILE` shows it"
-    parser.add_argument("--record", metavar="FILE", type=_writable, help=text)
+    parser.add_argument("--record", metavar="FILE", type=writable, help=text)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -56,11 +56,19 @@ def add_config_flags(parser: argparse.ArgumentParser, title: str, cls: type, mod
         group.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=text + shown, **how)
 
 
-def _writable(path: str) -> str:
-    """A path in a folder that exists: said before a model is loaded."""
-    if not Path(path).parent.is_dir() or Path(path).is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {path!r}")
+def writable(text: str) -> Path:
+    """A path in a folder that exists: said before a model is loaded, or a server measured."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
     return path
+
+
+def chart(text: str) -> Path:
+    """A writable path with the name of a chart."""
+    if not text.endswith((".svg", ".png", ".pdf")):
+        raise argparse.ArgumentTypeError(f"expected a name in .svg, .png or .pdf, got {text!r}")
+    return writable(text)
 
 
 def config_from(args: argparse.Namespace, cls: type[Config]) -> Config:

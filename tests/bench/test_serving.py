@@ -121,6 +121,14 @@ def test_concurrency_and_completions(script: Any, capsys: Any) -> None:
     assert text.startswith("8 requests, 0 failed") and "time to first token" in text
 
 
+@pytest.mark.parametrize("flag, value", [("--output", "no/run.json"), ("--plot", "no/run.svg"), ("--plot", "run.txt")])
+def test_files_are_checked_before_a_request_is_sent(script: Any, capsys: Any, flag: str, value: str) -> None:
+    server, url = script
+    with pytest.raises(SystemExit):
+        bench(capsys, "--base-url", url, "--num-prompts", "1", flag, value)
+    assert f"argument {flag}: expected a " in capsys.readouterr().err and not server.bodies
+
+
 def test_failures_are_counted_and_told(script: Any, capsys: Any, tmp_path: Path) -> None:
     _, url = script
     prompts = tmp_path / "prompts.jsonl"

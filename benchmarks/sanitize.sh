@@ -16,9 +16,12 @@ tests=(
   "tests/ops/test_decode_linear.py::test_large_weights_take_the_rest_of_a_norm[3-False]"
   tests/ops/test_paged_attention_decode_cuda.py::test_keys_beside_values
   tests/ops/test_paged_attention_decode_cuda.py::test_graph_replay_after_changed_lengths
-  tests/ops/test_paged_attention_prefill_cuda.py::test_every_row_of_a_mixed_batch
-  tests/ops/test_paged_attention_prefill_cuda.py::test_e4m3_in_a_mixed_batch
-  tests/ops/test_rope_attention_decode.py::test_float8_cache
+  "tests/ops/test_paged_attention_prefill_cuda.py::test_every_row_of_a_mixed_batch[None-128]"
+  "tests/ops/test_paged_attention_prefill_cuda.py::test_every_row_of_a_mixed_batch[16-80]"
+  "tests/ops/test_paged_attention_prefill_cuda.py::test_every_row_of_a_mixed_batch[256-128]"
+  "tests/ops/test_paged_attention_prefill_cuda.py::test_e4m3_in_a_mixed_batch[16-128]"
+  "tests/ops/test_rope_attention_decode.py::test_float8_cache[cuda-bfloat16-b9-max600-h9+1-d64-rot64-block16-qknorm]"
+  "tests/ops/test_rope_attention_decode.py::test_float8_cache[cuda-float16-b9-max600-h32+2-d128-rot128-block16-qknorm]"
   "tests/ops/test_rope_attention_decode.py::test_past_complete_in_a_graph[4]"
   tests/ops/test_sample.py::test_rows_left_out_and_copies
   "tests/ops/test_sample.py::test_tokens_of_the_reference[cuda--1-0.7-0-1009]"
@@ -26,7 +29,11 @@ tests=(
   "tests/ops/test_sample.py::test_tokens_of_the_reference[cuda--1-1-0.1-1009]"
   tests/ops/test_sample.py::test_many_ties_at_the_border_are_kept
   tests/ops/test_sample.py::test_masked_and_broken_logits
-  tests/ops/test_store_kv_cache.py
+  "tests/ops/test_store_kv_cache.py::test_bits[cuda-bfloat16-t67-h2-d24-block32]"
+  "tests/ops/test_store_kv_cache.py::test_bits[cuda-float16-t7-h3-d17-block4]"
+  "tests/ops/test_store_kv_cache.py::test_float8_bits[cuda-bfloat16-t257-h8-d128-block256]"
+  "tests/ops/test_store_kv_cache.py::test_strides[cuda-bfloat16]"
+  "tests/ops/test_store_kv_cache.py::test_misaligned_rows[cuda-float16]"
 )
 export NANOVLLM_REFERENCE_ON_CPU=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1
 [ $# -gt 0 ] || set -- memcheck racecheck synccheck

@@ -155,8 +155,9 @@ __global__ void __launch_bounds__(threads_of(kGroups), 1)
   if (warp < kWarps) {
     wait_for_previous_grid();
     share.start(p, e, w, rank);
+    Ring weight{p.weight_stages}, x{p.x_stages};
     float acc[kTokens / 2];
-    multiply<T, kTokens, kGroups>(p, w, barriers, weights, xs, acc);
+    multiply<T, kTokens, kGroups>(barriers, weights, xs, w.chunks, weight, x, acc);
     named_barrier_sync(1, 32 * kWarps);  // no warpgroup reads the rings any more
     const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, token = threadIdx.x % 4 * 2;
 #pragma unroll

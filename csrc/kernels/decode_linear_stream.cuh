@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(threads_of(kStreamGroups), 1)
 
   float* sums = reinterpret_cast<float*>(ring) +
                 (p.weight_stages * kStreamRows + p.x_stages * kTokens) * (kRowBytes / 4);
-  const int group = warp / 4, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32;
   const int row = warp * 16 + lane / 4, token = lane % 4 * 2;  // of acc[0] in the tile
   Ring weight{p.weight_stages}, x{p.x_stages};
   wait_for_previous_grid();
@@ -145,29 +145,7 @@ __global__ void __launch_bounds__(threads_of(kStreamGroups), 1)
       share.start(p, e,
                   Work{.first_row = tile * kRowsOfPart, .first_token = 0, .first_chunk = 0, .chunks = 0}, 0);
     float acc[kTokens / 2];
-    int weight_done = 0, x_done = 0;  // slots of the chunk before
-    const auto release = [&] {
-      if (lane != 0) return;
-      mbarrier_arrive(shared_address(&barriers.weight_empty[weight_done]));
-      mbarrier_arrive(shared_address(&barriers.x_empty[x_done]));
-    };
-    for (int i = 0; i < count; ++i) {
-      mbarrier_wait(shared_address(&barriers.weight_full[weight.slot]), weight.parity);
-      mbarrier_wait(shared_address(&barriers.x_full[x.slot]), x.parity);
-      const uint32_t a = weights + (weight.slot * kStreamGroups + group) * 64 * kRowBytes;
-      const uint32_t b = xs + x.slot * kTokens * kRowBytes;
-      multiply_chunk<T>(acc, a, b, i > 0);
-      if (i > 0) {
-        wgmma_wait<1>();
-        release();
-      }
-      weight_done = weight.slot, x_done = x.slot;
-      weight.advance(), x.advance();
-    }
-    wgmma_wait<0>();
-    release();
-    pin_registers(acc);
-
+    multiply<T, kTokens, kStreamGroups>(barriers, weights, xs, count, weight, x, acc);
     if (first > 0) {
       leave_sums<kPacks>(workspace, acc);
       continue;

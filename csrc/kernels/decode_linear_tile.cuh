@@ -77,21 +77,18 @@ __device__ __forceinline__ void multiply_chunk(float (&acc)[kCount], uint32_t we
   wgmma_commit();
 }
 
-/// The warpgroup's 64 rows of the weight times all tokens.
+/// The warpgroup's 64 rows of the weight times all tokens, over the next `chunks` of both rings.
 template <class T, int kTokens, int kGroups>
-__device__ void multiply(const KernelParams& p, const Work& w, Barriers& barriers, uint32_t weights,
-                         uint32_t xs, float (&acc)[kTokens / 2]) {
+__device__ void multiply(Barriers& barriers, uint32_t weights, uint32_t xs, int chunks, Ring& weight, Ring& x,
+                         float (&acc)[kTokens / 2]) {
   const int group = threadIdx.x / 128;
-  const bool leads = threadIdx.x % 32 == 0;
-  Ring weight{p.weight_stages}, x{p.x_stages};
   int weight_done = 0, x_done = 0;  // slots of the chunk before
-  const auto release = [&](int chunk) {
-    if (!leads) return;
-    if (chunk + p.weight_stages < w.chunks)
-      mbarrier_arrive(shared_address(&barriers.weight_empty[weight_done]));
-    if (chunk + p.x_stages < w.chunks) mbarrier_arrive(shared_address(&barriers.x_empty[x_done]));
+  const auto release = [&] {
+    if (threadIdx.x % 32 != 0) return;
+    mbarrier_arrive(shared_address(&barriers.weight_empty[weight_done]));
+    mbarrier_arrive(shared_address(&barriers.x_empty[x_done]));
   };
-  for (int i = 0; i < w.chunks; ++i) {
+  for (int i = 0; i < chunks; ++i) {
     mbarrier_wait(shared_address(&barriers.weight_full[weight.slot]), weight.parity);
     mbarrier_wait(shared_address(&barriers.x_full[x.slot]), x.parity);
     const uint32_t a = weights + (weight.slot * kGroups + group) * 64 * kRowBytes;
@@ -99,12 +96,13 @@ __device__ void multiply(const KernelParams& p, const Work& w, Barriers& barrier
     multiply_chunk<T>(acc, a, b, i > 0);
     if (i > 0) {
       wgmma_wait<1>();
-      release(i - 1);
+      release();
     }
     weight_done = weight.slot, x_done = x.slot;
     weight.advance(), x.advance();
   }
   wgmma_wait<0>();
+  release();
   pin_registers(acc);
 }
 

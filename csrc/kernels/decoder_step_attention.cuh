@@ -125,10 +125,10 @@ __device__ void load_newest(TokenRows<kDim>& to, const bf16* from, const bool (&
       if (!has[side]) load_shared(to[s][side], shared_address(from + s * 32));
 }
 
-/// Head `head` of the row's q, k, v vector `qkv`: normed where there is a weight, and rotated, fp32 inside;
-/// a warp's. `scratch`: [kDim] floats.
-template <int kDim>
-__device__ void prepare_head(int lane, bf16* to, const uint32_t* qkv, int head, const bf16* weight,
+/// Head `head` of a row's q, k, v: normed where there is a weight, and rotated, fp32 inside; a warp's.
+/// `scratch`: [kDim] floats.
+template <int kDim, int kR>
+__device__ void prepare_head(int lane, bf16* to, const uint32_t* qkv, int row, int head, const bf16* weight,
                              bool rotate, const float* cos_sin, int rotary_dim, float eps, float* scratch) {
   constexpr int kEach = kDim / 32;
   const int d = lane * kEach;
@@ -136,7 +136,7 @@ __device__ void prepare_head(int lane, bf16* to, const uint32_t* qkv, int head, 
   if (weight != nullptr)
 #pragma unroll
     for (int i = 0; i < kEach / 2; ++i) by[i] = __ldg(reinterpret_cast<const uint32_t*>(weight + d) + i);
-  const uint32_t* const from[1] = {qkv + (head * kDim + d) / 2};
+  const uint32_t* const from[1] = {qkv + word_of<kR>(row, head * kDim + d)};
   receive(pairs, from);
   float x[kEach];
 #pragma unroll
@@ -179,8 +179,8 @@ __device__ void prepare_head(int lane, bf16* to, const uint32_t* qkv, int head, 
 struct AttentionLayer {
   const bf16 *q_norm, *k_norm;
   bf16* keys;           // of the layer; values are kv_stride further
-  const uint32_t* qkv;  // [rows, (num_q_heads + 2 * num_kv_heads) * kDim / 2]
-  uint32_t* out;        // [rows, num_q_heads * kDim / 2]
+  const uint32_t* qkv;  // exchange buffer of (num_q_heads + 2 * num_kv_heads) * kDim columns
+  uint32_t* out;        // the same of num_q_heads * kDim
   uint32_t* partials;   // [items, group, kDim + kHeadPad]
 };
 
@@ -199,8 +199,6 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
   load_tokens<kDim>(k, head_keys, first);
   load_tokens<kDim>(v, head_keys + p.kv_stride, first);
 
-  const uint32_t* qkv =
-      layer.qkv + static_cast<int64_t>(item.row) * (p.num_q_heads + 2 * p.num_kv_heads) * kDim / 2;
   float* sums = c.next_sums();
   const float* angles = cos_sin + item.row * p.rotary_dim;
 #pragma unroll 1
@@ -210,11 +208,11 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
     const int head = is_q   ? item.head * group + job
                      : is_k ? p.num_q_heads + item.head
                             : p.num_q_heads + p.num_kv_heads + item.head;
-    prepare_head<kDim>(c.lane(), to, qkv, head,
-                       is_q   ? layer.q_norm
-                       : is_k ? layer.k_norm
-                              : nullptr,
-                       is_q || is_k, angles, p.rotary_dim, p.eps, sums + c.warp() * kDim);
+    prepare_head<kDim, kR>(c.lane(), to, layer.qkv, item.row, head,
+                           is_q   ? layer.q_norm
+                           : is_k ? layer.k_norm
+                                  : nullptr,
+                           is_q || is_k, angles, p.rotary_dim, p.eps, sums + c.warp() * kDim);
     if (is_q || item.len == 0) continue;
     const int64_t block = table[last >> p.block_shift];
     if (block < 0) continue;
@@ -332,10 +330,7 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
       }
       if (item.parts == 1) {
         const float norm = sum > 0 ? 1.0f / sum : 0.0f;
-        publish(layer.out +
-                    (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group + first + head) *
-                        (kDim / 2) +
-                    d / 2,
+        publish(layer.out + word_of<kR>(item.row, (item.head * group + first + head) * kDim + d),
                 pack_pair<bf16>(x * norm, y * norm));
       } else {
         uint32_t* to =
@@ -348,7 +343,7 @@ __device__ void attend(Consumer<kR>& c, const DecoderStepParams& p, const Attent
 }
 
 /// The parts of a context, in order, into the result; `item` is part 0.
-template <int kDim>
+template <int kDim, int kR>
 __device__ void combine(int thread, const DecoderStepParams& p, const AttentionLayer& layer,
                         const Item& item) {
   const int parts = item.parts, group = p.num_q_heads / p.num_kv_heads;
@@ -386,9 +381,7 @@ __device__ void combine(int thread, const DecoderStepParams& p, const AttentionL
       }
     }
     const float norm = sum > 0 ? 1.0f / sum : 0.0f;
-    publish(layer.out +
-                (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group + head) * (kDim / 2) +
-                d / 2,
+    publish(layer.out + word_of<kR>(item.row, (item.head * group + head) * kDim + d),
             pack_pair<bf16>(x * norm, y * norm));
   }
 }

@@ -8,8 +8,8 @@ constexpr int kMaxTiles = 8;  // of 8 hidden elements, that a block owns
 constexpr int kMaxSlots = 16;
 constexpr int kMaxRotaryDim = 128;
 
-/// Where the exchange buffers are in the workspace, in words; each is [kRows, ...]. Two sets, for even and
-/// odd layers: one is cleared while the other is in use.
+/// Where the exchange buffers are in the workspace, in words; each has room for kRows rows, in the order of
+/// `word_of`. Two sets, for even and odd layers: one is cleared while the other is in use.
 struct Buffers {
   int64_t qkv, attention, middle, active, out, partials, set, last, total;
   __host__ __device__ Buffers(const DecoderStepParams& p, int blocks) {

@@ -20,6 +20,14 @@ constexpr int kSumsTile = kDecoderStepMaxRows * kSumsPitch;
 constexpr int kSumsFloats = kGroup * kWarps * kSumsTile;
 constexpr int kRows = kDecoderStepMaxRows;
 
+/// Where the pair of columns k, k + 1 of a row is in an exchange buffer, in words: 8 columns of all rows are
+/// neighbours, so that a tile of 8 rows is a line of the cache with one writer, and a warp reads whole lines.
+template <int kR>
+__device__ inline int word_of(int row, int k) {
+  if constexpr (kR == 1) return k / 2;
+  return (k / 8 * kR + row) * 4 + k % 8 / 2;
+}
+
 enum NamedBarrier { kConsumers = 1, kReset = 2, kResetDone = 3 };
 
 /// kR: rows, rounded up to a power of two.
@@ -79,15 +87,15 @@ __device__ inline float2 unpack(uint32_t pair) {
   return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
 }
 
-/// Columns from `block` on of the vectors [rows, depth] `from`, which other blocks publish, to `activations`;
-/// times `weight` [depth] unless that is null. Returns the sum of the squares of what the lane has fetched.
+/// Columns from `block` on of the rows' vectors of `depth` columns in the exchange buffer `from`, which other
+/// blocks publish, to `activations`; times `weight` [depth] unless that is null. Returns the sum of the
+/// squares of what the lane has fetched.
 template <int kTile, int kR>
 __device__ float fetch_activations(const Consumer<kR>& c, const uint32_t* from, int depth, int block,
                                    const void* weight = nullptr) {
   constexpr bool kNormed = kTile == 16;
   constexpr int kVectors = Consumer<kR>::kVectors;
   const int count = c.template num_vectors<kTile>(min(depth - block, kDepth));
-  const uint32_t* from_row = from + c.row() * (depth / 2);
   float squares = 0;
 #pragma unroll 1
   for (int base = c.lane(); base - c.lane() < count; base += 32 * kVectors) {
@@ -96,7 +104,7 @@ __device__ float fetch_activations(const Consumer<kR>& c, const uint32_t* from, 
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       const int i = base + 32 * j, k = block + c.template step_of<kTile>(i) * 32 + c.lane() % 4 * 8;
-      at[j] = i < count && c.row() < c.rows && k < depth ? from_row + k / 2 : nullptr;
+      at[j] = i < count && c.row() < c.rows && k < depth ? from + word_of<kR>(c.row(), k) : nullptr;
       if (kNormed && at[j] != nullptr) load_global(by[j], static_cast<const bf16*>(weight) + k);
     }
     receive(x, at);

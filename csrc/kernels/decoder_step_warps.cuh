@@ -97,15 +97,15 @@ struct Step {
     for (int l = 0; l <= p.num_layers; ++l) {
       named_barrier_sync(kReset, kThreads + 32);
       if (l == 0) {
-        clear_tiles<8>(p.workspace + at.last, p.hidden, kRows);  // of the launch before
-        clear_tiles<8>(residual_after(-1), p.hidden, p.rows);
+        clear_tiles<8>(p.workspace + at.last, p.hidden, kRows);  // of the launch before, whatever its rows
+        clear_tiles<8>(residual_after(-1), p.hidden);
       } else {
         uint32_t* buffers = set(l - 1);
-        clear_tiles<16>(buffers + at.qkv, qkv_size, p.rows);
+        clear_tiles<16>(buffers + at.qkv, qkv_size);
         clear_attention(buffers);
-        clear_tiles<8>(buffers + at.middle, p.hidden, p.rows);
-        clear_tiles<8>(buffers + at.active, p.intermediate, p.rows);
-        if (l < p.num_layers) clear_tiles<8>(buffers + at.out, p.hidden, p.rows);
+        clear_tiles<8>(buffers + at.middle, p.hidden);
+        clear_tiles<8>(buffers + at.active, p.intermediate);
+        if (l < p.num_layers) clear_tiles<8>(buffers + at.out, p.hidden);
       }
       asm volatile("fence.acq_rel.gpu;" ::: "memory");
       __syncwarp();
@@ -129,20 +129,18 @@ struct Step {
       prefetch_bulk(at + p.kv_stride, kDim * 2);
     }
   }
-  __device__ void clear_words(uint32_t* to, int count) const {
+  /// The words at(0) ... at(count - 1).
+  template <class At>
+  __device__ void clear_words(int count, At const& at) const {
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < count; i += 32) publish(to + i, kAbsent);
+    for (int i = threadIdx.x % 32; i < count; i += 32) publish(at(i), kAbsent);
   }
-  /// `tile` columns wide, of a buffer [kRows, width].
-  template <int tile>
-  __device__ void clear_tiles(uint32_t* buffer, int width, int rows) const {
-    const int words = tile / 2, tiles = num_tiles(width / tile);
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < tiles * kRows * words; i += 32) {
-      const int word = i % words, row = i / words % kRows, n = i / words / kRows;
-      if (row < rows)
-        publish(buffer + (static_cast<int64_t>(row) * width + tile_of(n) * tile) / 2 + word, kAbsent);
-    }
+  /// This block's tiles, `kTile` columns wide, of a buffer of `width` columns and kR rows.
+  template <int kTile>
+  __device__ void clear_tiles(uint32_t* buffer, int width, int rows = kR) const {
+    const int words = kTile / 2 * rows;
+    clear_words(num_tiles(width / kTile) * words,
+                [&](int i) { return buffer + tile_of(i / words) * words + i % words; });
   }
   __device__ void clear_attention(uint32_t* buffers) const {
     const int group = p.num_q_heads / p.num_kv_heads, items = smem.split.first_item[p.rows];
@@ -150,12 +148,12 @@ struct Step {
     for (int number = blockIdx.x; number < items; number += gridDim.x) {
       const Item item(smem.split, number, p.rows, p.num_kv_heads);
       if (item.part == 0)
-        clear_words(buffers + at.attention +
-                        (static_cast<int64_t>(item.row) * p.num_q_heads + item.head * group) * (kDim / 2),
-                    group * kDim / 2);
+        clear_words(group * kDim / 2, [&](int i) {
+          return buffers + at.attention + word_of<kR>(item.row, item.head * group * kDim + 2 * i);
+        });
+      uint32_t* partials = buffers + at.partials + static_cast<int64_t>(number) * group * (kDim + kHeadPad);
       if (smem.split.parts[item.row] > 1)
-        clear_words(buffers + at.partials + static_cast<int64_t>(number) * group * (kDim + kHeadPad),
-                    group * (kDim + kHeadPad));
+        clear_words(group * (kDim + kHeadPad), [&](int i) { return partials + i; });
     }
   }
 
@@ -231,7 +229,7 @@ struct Step {
   __device__ void put_residual(uint32_t* to, int i, int m, int n, float low, float high) const {
     const uint32_t pair = pack_pair<bf16>(low, high);
     smem.residual[(i * 4 + m / 2) * kRows + n] = pair;
-    publish(to + (static_cast<int64_t>(n) * p.hidden + tile_of(i) * 8 + m) / 2, pair);
+    publish(to + word_of<kR>(n, tile_of(i) * 8 + m), pair);
   }
   __device__ TokenOffsets tokens_of(const Consumer<kR>& c, const Item& item) const {
     return {p, p.block_tables + item.row * p.table_stride_row, item.begin + c.warp() * 16 + c.lane() / 4,
@@ -261,7 +259,7 @@ struct Step {
 #pragma unroll 1
     for (int i = blockIdx.x; i < items; i += gridDim.x) {
       const Item item = item_of(i);
-      if (item.part == 0 && item.parts > 1) combine<kDim>(c.thread, p, layer, item);
+      if (item.part == 0 && item.parts > 1) combine<kDim, kR>(c.thread, p, layer, item);
     }
   }
 
@@ -293,8 +291,7 @@ struct Step {
       const int column = tile_of(first + i) * 16 + m;
       if (has) x += bias_at(bias, column);
       const float next = neighbour(x, 1);
-      if (has && m % 2 == 0)
-        publish(to + (static_cast<int64_t>(n) * qkv_size + column) / 2, pack_pair<bf16>(x, next));
+      if (has && m % 2 == 0) publish(to + word_of<kR>(n, column), pack_pair<bf16>(x, next));
     });
   }
   __device__ void emit_residual(int thread, int first, int count, const float* sums, uint32_t* to,
@@ -316,8 +313,7 @@ struct Step {
       if (has) x += bias_at(bias, column + (m < 8 ? 0 : p.intermediate));
       x = rounded(x);
       const float y = silu(x) * neighbour(x, 8), next = neighbour(y, 1);
-      if (has && m < 8 && m % 2 == 0)
-        publish(to + (static_cast<int64_t>(n) * p.intermediate + column) / 2, pack_pair<bf16>(y, next));
+      if (has && m < 8 && m % 2 == 0) publish(to + word_of<kR>(n, column), pack_pair<bf16>(y, next));
     });
   }
   __device__ void emit_logits(int thread, int first, int count, const float* sums) const {

@@ -56,7 +56,7 @@ STABLE_TORCH_LIBRARY(nanovllm, m) {
       "decoder_step(Tensor(a!) logits, Tensor(b!) workspace, Tensor(c!) kv_cache, Tensor token_ids, Tensor "
       "block_tables, Tensor context_lens, Tensor layers, Tensor embedding, Tensor norm, Tensor lm_head, "
       "Tensor cos_sin, int num_q_heads, int intermediate_size, float eps) -> ()");
-  // One token per row: temperature, min-p, top-k, top-p, Gumbel-max with a counter-based generator.
+  // One token per row: temperature, min-p, top-k, top-p, an exponential race with a counter-based generator.
   m.def(
       "sample(Tensor(a!) token_ids, Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor "
       "min_p, Tensor seeds, Tensor positions, Tensor(b!)? copies, Tensor? copy) -> ()");

@@ -6,6 +6,7 @@ most twice as far from the truth as the naive version is, plus one unit in the l
 Data movement is held to equal bits (`assert_same_bits`).
 """
 
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -140,16 +141,41 @@ def mul_32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return middle >> 16, (middle & mask) << 16 | low & mask
 
 
-def gumbel_noise(vocab: int, seed: int, position: int) -> Tensor:
-    """[vocab] float64: the noise of `sample`."""
-    counter = torch.zeros(2, -(-vocab // 8), 4, dtype=torch.int64)
-    counter[..., 0] = torch.arange(counter.size(1))
-    counter[..., 1], counter[..., 2] = position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF
-    counter[1, :, 3] = 1
-    output = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))
-    high, low = torch.stack((output & 0xFFFF, output >> 16), dim=-1).flatten(1)[:, :vocab]
-    words = high << 16 | low
-    return -torch.log(-torch.log((words.double() + 0.5) / 2**32))
+def group_uniforms(num_groups: int, seed: int, position: int, i: int) -> Tensor:
+    """[num_groups] float64: u(g, i) of csrc/common/philox.h."""
+    counter = torch.zeros(-(-num_groups // 4), 4, dtype=torch.int64)
+    counter[:, 0] = torch.arange(len(counter))
+    counter[:, 1], counter[:, 2], counter[:, 3] = position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF, i
+    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).flatten()[:num_groups]
+    return (words.double() + 0.5) / 2**32
+
+
+def race(x: Tensor, seed: int, position: int, number: int) -> tuple[int, float]:
+    """The token of x [vocab] float64 (-inf: takes no part) that wins a race of `sample`, and by what share of its time
+    or weight: a kernel may differ where that is the size of its rounding."""
+    weights = torch.nn.functional.pad((x - x.max()).exp(), (0, -len(x) % 8)).view(-1, 8)
+    times = -group_uniforms(len(weights), seed, position, 2 * number).log() / weights.sum(1)
+    group = int(times.argmin())
+    ends = weights[group].cumsum(0)
+    shares = ends / ends[-1] - group_uniforms(len(weights), seed, position, 2 * number + 1)[group]
+    best = times.topk(min(2, len(times)), largest=False).values
+    lead = 1.0 if len(best) == 1 else float(best[1] / best[0] - 1)
+    return 8 * group + int((shares >= 0).nonzero()[0]), min(lead, float(shares.abs().min()))
+
+
+def drawn_token(x: Tensor, top_k: int, top_p: float, min_p: float, seed: int, position: int) -> tuple[int, float]:
+    """The token that `sample` draws from x [vocab] float64, and the smallest of the leads that decided it."""
+    kept = kept_tokens(x, top_k, top_p, min_p)
+    before_top_p = kept_tokens(x, top_k, 1.0, min_p)
+    taking_part = before_top_p if 0 < top_k < len(x) else torch.ones_like(kept)
+    lead = 1.0
+    for number in itertools.count():
+        token, own = race(x.masked_fill(~taking_part, float("-inf")), seed, position, number)
+        lead = min(lead, own)
+        if kept[token]:
+            return token, lead
+        taking_part = before_top_p & (x > x[token])
+    raise AssertionError("unreachable")
 
 
 def kept_tokens(x: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

@@ -1,17 +1,27 @@
 // Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers: as easy as 1, 2, 3; 2011), and how
-// `sample` turns it into Gumbel noise. A word depends on (seed, position, token) only: not on the batch, the
-// device or the order of work.
+// `sample` draws a token with it: by a race of groups of 8 tokens. A token depends on its row's logits,
+// parameters, seed and position only: not on the batch, the device or the order of work.
 //
-//   key      = (seed low 32 bits, seed high 32 bits)
-//   counter  = (token / 8, position low 32 bits, position high 32 bits, i), i = 0 and 1
-//   half(i)  = 16-bit half token % 8 of output(i), lower halves of its words first
-//   word     = half(0) * 2^16 + half(1)
-//   u        = (word + 0.5) / 2^32, so 0 < u < 1
-//   gumbel   = -log(-log(u))
+//   group g   tokens 8 g to 8 g + 7
+//   u(g, i)   (word + 0.5) / 2^32, so 0 < u < 1; the word is g % 4 of Philox with
+//               key     = (seed low 32 bits, seed high 32 bits)
+//               counter = (g / 4, position low 32 bits, position high 32 bits, i)
+//   weight    of a token that takes part exp(x), x = (logit - greatest logit) / temperature, of another 0;
+//             of a group ((w0 + w4) + (w2 + w6)) + ((w1 + w5) + (w3 + w7))
+//   race d    A group's time is -log(u(g, 2 d)) / weight. The least wins; of equals, the lowest group. In it,
+//             the first token wins whose w0 + w1 + ... reaches u(g, 2 d + 1) of the sum of all 8.
 //
-// So the first output alone says of 8 tokens whether their noise may be great; few need the second.
+// Such a time has the exponential distribution with the weight as its rate: a group, and then a token, wins
+// with the probability of its weight.
 //
-// NOTE: u rounds to 1 in fp32 for words above 2^32 - 129, and log(1) = 0 would make the noise infinite. Take
+//   race 0       of all tokens; with a top-k, of those that min-p and top-k leave
+//   race d + 1   if the filters drop the winner of race d: of those that min-p and top-k leave, with an x
+//                greater than the winner's
+//
+// The first winner that all filters leave is the token. Each race holds all tokens that they leave, with
+// words of its own, so a token's probability is its share of what they leave.
+//
+// NOTE: u rounds to 1 in fp32 for words above 2^32 - 129, and a time of 0 would win against any weight. Take
 // -log(u) as -log1p(-(1 - u)), with 1 - u = (~word + 0.5) / 2^32, where u is near 1.
 #pragma once
 #include <cstdint>
@@ -24,9 +34,8 @@
 
 namespace nanovllm {
 
-constexpr float kMaxGumbel = 22.8740f;  // above -log(-log(1 - 2^-33)) = 22.87357: no noise is larger
-
-constexpr int kBlockTokens = 8;  // of an output
+constexpr int kGroupTokens = 8;
+constexpr int kBlockGroups = 4;  // of a Philox block, a word each
 
 /// One block of four words; Word is uint32_t, or a vector of them for several counters at a time.
 template <class Word>

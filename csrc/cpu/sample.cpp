@@ -1,7 +1,6 @@
 // Every filter is one cut: tokens with x >= cut stay, x = (logit - greatest logit) / temperature. The
 // vocabulary is seen in blocks of 64 tokens; their greatest logits, found first, let later passes skip the
-// blocks that hold nothing above the cut, or nothing that even the greatest noise could lift over the best
-// token so far.
+// blocks that hold nothing above the cut, or nothing heavy enough to win.
 #include "kernels/sample.h"
 
 #include <cmath>
@@ -18,15 +17,16 @@
 namespace nanovllm::cpu {
 namespace {
 
-constexpr int kBlock = 64;                 // tokens: 8 Philox counters, two outputs each
-constexpr int kVecs = kBlock / kVec;       // vectors of a block
+constexpr int kBlock = 64;            // tokens
+constexpr int kVecs = kBlock / kVec;  // vectors of a block
+constexpr int kGroups = kBlock / kGroupTokens;
 constexpr int kBins = 1024;                // of the top-p histogram
 constexpr int64_t kBlocksPerThread = 256;  // at least
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
 
 constexpr int kAllBins = -2;
 
-enum class Pass { kMaxima, kMass, kHistogram, kCandidates, kPick };
+enum class Pass { kMaxima, kMass, kHistogram, kCandidates, kRace };
 
 struct Row {
   const void* logits;  // [vocab]
@@ -40,9 +40,11 @@ struct Row {
   std::vector<float> maxima, mass;  // [num_blocks] greatest logit; sum of exp(x) over the tokens that stay
   std::vector<double> bin_mass;     // [1 + kBins + 1]
   std::vector<float> candidates;    // x
+  uint32_t race = 0;                // the number of one
+  float racing = kLowest;           // x below it takes no part in it
   std::mutex mutex;
-  float best_score = kLowest;
-  int64_t best_token = 0;
+  float best_time;  // of the race
+  int64_t best_group;
 
   float x_of(float logit) const { return (logit - greatest) * inv_temperature; }
 };
@@ -142,76 +144,81 @@ struct MultiplyVec {
   }
 };
 
-/// -log(-log(u)), u = (word + 0.5) / 2^32.
-NV_INLINE Vec gumbel(VecU32 word) {
+/// (word + 0.5) / 2^32.
+NV_INLINE float uniform(uint32_t word) { return (static_cast<float>(word) + 0.5f) * 0x1p-32f; }
+
+/// -log(u), u = (word + 0.5) / 2^32.
+NV_INLINE Vec wait_of(VecU32 word) {
   constexpr float kScale = 0x1p-32f;
   const Vec u = (__builtin_convertvector(word, Vec) + 0.5f) * kScale;
   const Vec rest = (__builtin_convertvector(~word, Vec) + 0.5f) * kScale;  // 1 - u, not rounded to 0
   const LogParts parts = log_parts(u);
   const auto near_one = rest < 0.25f;
-  const Vec e = -log_of_parts(near_one ? -rest : parts.f, near_one ? Vec{} : parts.e);
-  return -log(e);
+  return -log_of_parts(near_one ? -rest : parts.f, near_one ? Vec{} : parts.e);
 }
 
-/// The noise of a block's 64 tokens, in their order.
-NV_INLINE void noise(Vec (&g)[kVecs], const Row& row, int64_t block) {
-  constexpr int kOutputs =
-      kBlock / kBlockTokens;  // output 0 of each in the lower lanes, output 1 in the upper
-  static_assert(2 * kOutputs == kVec);
-  VecU32 counter, which;
-  for (int i = 0; i < kVec; ++i) {
-    counter[i] = static_cast<uint32_t>(block * kOutputs + i % kOutputs);
-    which[i] = i / kOutputs;
-  }
+/// Of u(4 counter, i) to u(4 counter + 3, i).
+template <class Word, class MultiplyWord>
+NV_INLINE PhiloxBlock<Word> words(const Row& row, Word counter, uint32_t i, MultiplyWord multiply) {
   const auto low = static_cast<uint32_t>(row.position), high = static_cast<uint32_t>(row.position >> 32);
-  const auto words =
-      philox(PhiloxBlock{{counter, VecU32{} + low, VecU32{} + high, which}}, static_cast<uint32_t>(row.seed),
-             static_cast<uint32_t>(row.seed >> 32), MultiplyVec{});
-  Vec even[2], odd[2];  // lane i of pair k: token 8 i + 4 k (+ 1), lane i + 8: token 8 i + 4 k + 2 (+ 1)
-  for (int k = 0; k < 2; ++k) {
-    const VecU32 x = words.word[2 * k], y = words.word[2 * k + 1];
-    const VecU32 upper = NV_SHUFFLE(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-    const VecU32 lower = NV_SHUFFLE(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    even[k] = gumbel(upper << 16 | (lower & 0xffff));
-    odd[k] = gumbel((upper & 0xffff0000) | lower >> 16);
-  }
-  Vec quads[2][2];  // [k][i / 4]: tokens 8 i + 4 k and the 3 after it
-  for (int k = 0; k < 2; ++k) {
-    const Vec a = NV_SHUFFLE(even[k], odd[k], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const Vec b = NV_SHUFFLE(even[k], odd[k], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-    quads[k][0] = NV_SHUFFLE(a, b, 0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23);
-    quads[k][1] = NV_SHUFFLE(a, b, 8, 9, 24, 25, 10, 11, 26, 27, 12, 13, 28, 29, 14, 15, 30, 31);
-  }
-  for (int i = 0; i < 2; ++i) {
-    const Vec a = quads[0][i], b = quads[1][i];
-    g[2 * i] = NV_SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    g[2 * i + 1] = NV_SHUFFLE(a, b, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  }
+  return philox(PhiloxBlock<Word>{{counter, Word{} + low, Word{} + high, Word{} + i}},
+                static_cast<uint32_t>(row.seed), static_cast<uint32_t>(row.seed >> 32), multiply);
 }
 
-/// The greatest x + noise; the lowest token on ties.
+/// The weights of a block's groups, in the first lanes.
 template <class T>
-NV_INLINE void pick(Row& row, int64_t begin, int64_t end) {
-  float best_score = kLowest;
-  int64_t best_token = 0;
-  for (int64_t b = begin; b < end; ++b) {
-    const float x_max = row.x_of(row.maxima[b]);
-    if (x_max < row.cut || x_max + kMaxGumbel < best_score || x_max == kLowest) continue;
-    Vec score[kVecs], g[kVecs];
-    load_x<T>(score, row, b);
-    noise(g, row, b);
-    for (int i = 0; i < kVecs; ++i) score[i] = score[i] >= row.cut ? score[i] + g[i] : Vec{} + kLowest;
-    const float top = max(max(max(score[0], score[1]), max(score[2], score[3])));
-    if (top <= best_score) continue;
-    best_score = top;
-    float scores[kBlock];
-    for (int i = 0; i < kVecs; ++i) store_vec(scores + i * kVec, score[i]);
-    best_token = b * kBlock + (std::find(scores, scores + kBlock, top) - scores);
+NV_INLINE Vec group_weights(const Row& row, int64_t block) {
+  Vec w[kVecs];
+  load_x<T>(w, row, block);
+  for (Vec& v : w) v = v >= row.racing ? exp(v) : Vec{};
+  const Vec pairs = fold<2>(fold<4>(w[0], w[1]), fold<4>(w[2], w[3]));
+  return fold<1>(pairs, pairs);
+}
+
+/// The least time of row.race, the lowest group on ties. As -log(u) >= 1 - u, a block can have it only if the
+/// least 1 - u of its groups is at most that time the greatest weight they can have.
+template <class T>
+NV_INLINE void race(Row& row, int64_t begin, int64_t end) {
+  constexpr int kCounters = kGroups / kBlockGroups;  // of a block
+  static_assert(kCounters == 2);
+  constexpr int kBlocks = kVec / kCounters;  // whose words are computed together
+  constexpr float kSlack = 1.001f;           // for the rounding
+  float best_time = std::numeric_limits<float>::infinity();
+  int64_t best_group = 0;
+  for (int64_t first = begin; first < end; first += kBlocks) {
+    VecU32 counter;
+    for (int i = 0; i < kVec; ++i) counter[i] = static_cast<uint32_t>(first * kCounters + i);
+    const auto [word] = words(row, counter, 2 * row.race, MultiplyVec{});
+    VecU32 rest = ~word[0];  // (1 - u) * 2^32, the least of each counter
+    for (int w = 1; w < kBlockGroups; ++w) rest = ~word[w] < rest ? ~word[w] : rest;
+    float weights[kBlockGroups][kVec] = {};  // [word][counter]
+    bool any = false;
+    for (int64_t b = first; b < std::min(first + kBlocks, end); ++b) {
+      const int at = (b - first) * kCounters;
+      const float x_max = row.x_of(row.maxima[b]);
+      if (x_max < row.racing || x_max == kLowest) continue;
+      const float least = static_cast<float>(std::min(rest[at], rest[at + 1])) * 0x1p-32f;
+      if (least > kSlack * kGroupTokens * std::exp(x_max) * best_time) continue;
+      any = true;
+      const Vec own = group_weights<T>(row, b);
+      for (int g = 0; g < kGroups; ++g) weights[g % kBlockGroups][at + g / kBlockGroups] = own[g];
+    }
+    if (!any) continue;
+    Vec time[kBlockGroups], shortest = Vec{} + std::numeric_limits<float>::infinity();
+    for (int w = 0; w < kBlockGroups; ++w) {
+      time[w] = wait_of(word[w]) / load_vec(weights[w]);
+      shortest = time[w] < shortest ? time[w] : shortest;
+    }
+    const float own_time = -max(-shortest);
+    if (!(own_time < best_time)) continue;
+    best_time = own_time;
+    best_group = first * kGroups;
+    for (int at = 0; time[at % kBlockGroups][at / kBlockGroups] != own_time; ++at) ++best_group;
   }
   const std::lock_guard lock(row.mutex);
-  if (best_score > row.best_score || (best_score == row.best_score && best_token < row.best_token)) {
-    row.best_score = best_score;
-    row.best_token = best_token;
+  if (best_time < row.best_time || (best_time == row.best_time && best_group < row.best_group)) {
+    row.best_time = best_time;
+    row.best_group = best_group;
   }
 }
 
@@ -226,8 +233,8 @@ NV_INLINE void run(Pass pass, Row& row, int64_t begin, int64_t end) {
       return fill_bins<T>(row, begin, end);
     case Pass::kCandidates:
       return collect<T>(row, begin, end);
-    case Pass::kPick:
-      return pick<T>(row, begin, end);
+    case Pass::kRace:
+      return race<T>(row, begin, end);
   }
 }
 NV_MULTIVERSION void run_f32(Pass pass, Row& row, int64_t begin, int64_t end) {
@@ -300,6 +307,37 @@ int64_t first_greatest(const Row& row, DType dtype) {
   return token;
 }
 
+struct Winner {
+  int64_t token;
+  float x;
+};
+
+/// Of row.race.
+Winner find_winner(Runner run, Row& row, DType dtype) {
+  row.best_time = std::numeric_limits<float>::infinity();
+  row.best_group = 0;
+  run_parallel(run, Pass::kRace, row);
+  const int64_t first = row.best_group * kGroupTokens;
+  float logit[kGroupTokens], top = kLowest;
+  dispatch(dtype, [&](auto* type) {
+    const auto* logits = static_cast<decltype(type)>(const_cast<void*>(row.logits));
+    for (int j = 0; j < kGroupTokens; ++j) {
+      logit[j] = first + j < row.vocab ? to_float(logits[first + j]) : kLowest;
+      top = std::fmax(top, logit[j]);
+    }
+  });
+  float end[kGroupTokens], sum = 0;
+  for (int j = 0; j < kGroupTokens; ++j) {
+    if (row.x_of(logit[j]) >= row.racing) sum += std::exp((logit[j] - top) * row.inv_temperature);
+    end[j] = sum;
+  }
+  const uint32_t counter = static_cast<uint32_t>(row.best_group / kBlockGroups);
+  const uint32_t word = words(row, counter, 2 * row.race + 1, Multiply{}).word[row.best_group % kBlockGroups];
+  const auto j =
+      std::find_if(end, end + kGroupTokens - 1, [&](float e) { return e >= uniform(word) * sum; }) - end;
+  return {first + j, row.x_of(logit[j])};
+}
+
 int64_t sample_row(const SampleParams& p, int64_t b, Row& row) {
   const Runner run = p.dtype == DType::kFloat32 ? run_f32 : run_bf16;
   run_parallel(run, Pass::kMaxima, row);
@@ -307,11 +345,17 @@ int64_t sample_row(const SampleParams& p, int64_t b, Row& row) {
   row.inv_temperature = 1.0f / p.temperature[b];
   const bool greedy = !(p.temperature[b] > 0) || std::isinf(row.inv_temperature);
   if (greedy || std::isinf(row.greatest)) return first_greatest(row, p.dtype);
+  const bool limited = p.top_k[b] > 0 && p.top_k[b] < p.vocab;
   if (p.min_p[b] > 0) row.cut = std::min(0.0f, std::log(p.min_p[b]));
-  if (p.top_k[b] > 0 && p.top_k[b] < p.vocab) cut_top_k(run, row, p.top_k[b]);
+  if (limited) cut_top_k(run, row, p.top_k[b]);
+  const float before_top_p = row.cut;
   if (p.top_p[b] < 1) cut_top_p(run, row, std::max(0.0f, p.top_p[b]));
-  run_parallel(run, Pass::kPick, row);
-  return row.best_token;
+  if (limited) row.racing = before_top_p;
+  for (;; ++row.race) {
+    const Winner winner = find_winner(run, row, p.dtype);
+    if (winner.x >= row.cut) return winner.token;
+    row.racing = std::max(before_top_p, std::nextafter(winner.x, 1.0f));
+  }
 }
 
 }  // namespace

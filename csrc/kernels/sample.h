@@ -1,5 +1,5 @@
-// One token per row: temperature, min-p, top-k, top-p, Gumbel-max with the noise of common/philox.h. Rows
-// with a negative position are left out.
+// One token per row: temperature, min-p, top-k, top-p, and the race of common/philox.h. Rows with a negative
+// position are left out.
 #pragma once
 #include "common/dtype.h"
 #ifdef NV_CUDA

@@ -7,7 +7,7 @@
 
 namespace nanovllm::kernels {
 
-constexpr int kStepTokens = kBlockTokens;  // of a thread
+constexpr int kStepTokens = kGroupTokens;  // of a thread
 constexpr int kIndexSize = 10;             // entries of a thread, see Slice::stream
 
 /// The greatest; NaN only if all are.
@@ -22,11 +22,11 @@ __device__ float greatest_of(const float (&x)[kSize]) {
     return greatest_of(top);
 }
 
-/// A step of a thread is 8 neighbouring tokens, one or two accesses of 16 bytes. A warp's threads share their
+/// A step of a thread is a group of 8 tokens, one or two accesses of 16 bytes. A warp's threads share their
 /// copies, so that each copies what lies next to its neighbours': a ring is a warp's.
 template <class T>
 struct Slice {
-  static constexpr int kStages = 16 / sizeof(T);           // steps of a thread in flight
+  static constexpr int kStages = 16 / sizeof(T);           // steps of a thread in the ring
   static constexpr int kAccess = 16 / sizeof(T);           // tokens
   static constexpr int kAccesses = kStepTokens / kAccess;  // of a step
   static constexpr int kBlockStep = kStepTokens * kSampleThreads;
@@ -34,8 +34,10 @@ struct Slice {
   using Ring = uint4[kStages][kAccesses * kSampleThreads];
   using Index = float[kIndexSize][kSampleThreads];
 
-  const T* logits;  // [tokens]
-  uint32_t first;   // token
+  const T* row;     // [vocab]
+  const T* logits;  // [tokens], from row + first
+  uint32_t vocab;
+  uint32_t first;  // token
   int tokens;
   int whole_steps;  // that every thread reads by whole, aligned accesses
   int steps;        // of this warp
@@ -45,7 +47,7 @@ struct Slice {
 
   __device__ Slice(const T* row, int64_t vocab, int rank, int tokens_per_block, bool aligned, Ring& ring,
                    Index& index)
-      : ring(ring), index(index) {
+      : row(row), vocab(static_cast<uint32_t>(vocab)), ring(ring), index(index) {
     const int64_t start = int64_t{rank} * tokens_per_block;
     logits = row + start;
     first = static_cast<uint32_t>(start);
@@ -62,23 +64,29 @@ struct Slice {
     return step * kBlockStep + kStepTokens * static_cast<int>(threadIdx.x) + j;
   }
   __device__ uint32_t token_of(int step, int j) const { return first + offset_of(step, j); }
+  __device__ uint32_t group_of(int step) const { return token_of(step, 0) / kGroupTokens; }
 
   /// Starts the copies of the first steps.
   __device__ void start() const {
 #pragma unroll 1
-    for (int step = 0; step < kStages; ++step) fetch(step);
+    for (int step = 0; step < kStages - 1; ++step) fetch(step, copied(step));
   }
-  /// After start(): the logits of the first step.
-  __device__ void peek(float (&x)[kStepTokens]) const { take(x, 0); }
   /// After start(): use(step, logits) for all steps. Logits past the end are -inf.
   template <class F>
   __device__ void stream(F const& use) const {
+    const T* from = copied(kStages - 1);
+    const uint4* own = by_register(&ring[0][kAccesses * threadIdx.x]);
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
+    for (int step = 0; step < steps; ++step, from += kBlockStep) {
+      cp_async_wait<kStages - 2>();
+      __syncwarp();  // all lanes' copies are there, and all have taken the step before, whose place is free
+      fetch(step + kStages - 1, from);
+      Access access[kAccesses];
+#pragma unroll
+      for (int a = 0; a < kAccesses; ++a)
+        access[a].raw = own[step % kStages * kAccesses * kSampleThreads + a];
       float x[kStepTokens];
-      take(x, step);
-      __syncwarp();  // all have taken
-      fetch(step + kStages);
+      to_floats(x, access);
       use(step, x);
     }
   }
@@ -118,7 +126,17 @@ struct Slice {
  private:
   static __device__ void to_floats(float (&x)[kStepTokens], const Access (&access)[kAccesses]) {
 #pragma unroll
-    for (int j = 0; j < kStepTokens; ++j) x[j] = to_float(access[j / kAccess].data[j % kAccess]);
+    for (int j = 0; j < kStepTokens; j += 2) {
+      const Access& from = access[j / kAccess];
+      if constexpr (sizeof(T) == 4) {
+        x[j] = from.data[j % kAccess];
+        x[j + 1] = from.data[j % kAccess + 1];
+      } else {  // one instruction each; nvcc takes two from their data
+        const float2 pair = to_float_pair<T>(reinterpret_cast<const uint32_t*>(&from.raw)[j / 2]);
+        x[j] = pair.x;
+        x[j + 1] = pair.y;
+      }
+    }
   }
 
   __device__ void read(Access (&access)[kAccesses], int step) const {
@@ -139,14 +157,20 @@ struct Slice {
     }
   }
 
-  __device__ void fetch(int step) const {
+  /// A warp's threads copy neighbouring accesses: the first of this thread, in a step.
+  static __device__ int first_copy() {
+    const int lane = threadIdx.x % 32;
+    return kAccesses * (static_cast<int>(threadIdx.x) - lane) + lane;
+  }
+  __device__ const T* copied(int step) const { return logits + step * kBlockStep + first_copy() * kAccess; }
+
+  /// `from` is copied(step).
+  __device__ void fetch(int step, const T* from) const {
     auto& slot = ring[step % kStages];
-    const int lane = threadIdx.x % 32, first_access = kAccesses * (static_cast<int>(threadIdx.x) - lane);
     if (step < whole_steps) {
-      const T* from = logits + step * kBlockStep + (first_access + lane) * kAccess;
 #pragma unroll
       for (int a = 0; a < kAccesses; ++a)
-        cp_async_16(shared_address(&slot[first_access + lane + 32 * a]), from + 32 * kAccess * a);
+        cp_async_16(shared_address(&slot[first_copy() + 32 * a]), from + 32 * kAccess * a);
     } else if (step < steps) {
       T* to = reinterpret_cast<T*>(&slot[kAccesses * threadIdx.x]);
 #pragma unroll
@@ -161,15 +185,6 @@ struct Slice {
       }
     }
     cp_async_commit();
-  }
-
-  __device__ void take(float (&x)[kStepTokens], int step) const {
-    cp_async_wait<kStages - 1>();
-    __syncwarp();  // of all lanes
-    Access access[kAccesses];
-#pragma unroll
-    for (int a = 0; a < kAccesses; ++a) access[a].raw = ring[step % kStages][kAccesses * threadIdx.x + a];
-    to_floats(x, access);
   }
 };
 

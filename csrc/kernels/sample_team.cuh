@@ -2,6 +2,7 @@
 // does not depend on timing.
 #pragma once
 #include "common/cluster.cuh"
+#include "common/mma.cuh"
 #include "common/reduce.cuh"
 
 namespace nanovllm::kernels {
@@ -11,6 +12,14 @@ constexpr int kMaxTeam = 8;  // blocks
 constexpr int kBins = 2048;  // of a histogram
 constexpr uint32_t kAllLanes = 0xffffffff;
 
+/// `p` in shared memory, by an address that a register holds: the compiler would compute it at each use.
+template <class T>
+__device__ T* by_register(T* p) {
+  uint32_t address = shared_address(p);
+  asm volatile("" : "+r"(address));
+  return static_cast<T*>(__cvta_shared_to_generic(address));
+}
+
 /// Floats in their order as integers.
 __device__ inline uint32_t ordered(float x) {
   const uint32_t bits = __float_as_uint(x);
@@ -19,7 +28,7 @@ __device__ inline uint32_t ordered(float x) {
 __device__ inline float from_ordered(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
-/// A value of a token: the greater, the better; of equals, the lower token.
+/// A value of a token (or a group): the greater, the better; of equals, the lower token.
 __device__ inline uint64_t ranked(float value, uint32_t token) {
   return static_cast<uint64_t>(ordered(value)) << 32 | ~token;
 }
@@ -27,10 +36,10 @@ __device__ inline uint32_t token_of(uint64_t rank) { return ~static_cast<uint32_
 
 /// What a block tells the others of a row after reading its part.
 struct Found {
-  uint64_t best;   // ranked(score, token) of those drawn
+  uint64_t best;   // ranked(-time, group) of its race
   float greatest;  // logit
-  float anchor;    // of the scores and of the mass
-  float mass;      // sum of exp((logit - anchor) / temperature)
+  float anchor;    // times and weights are relative to 2^anchor
+  float mass;      // sum of the weights
 };
 
 /// Two of each that the next call writes while slow threads may still read: no barrier between calls.

@@ -14,7 +14,7 @@ _HOPPER = 9  # compute capability
 MAX_FUSED_ROWS = 8
 MAX_FUSED_ROWS_OF_LARGE, _LARGE_HIDDEN = 4, 3072
 """Of models of more hidden elements than the second."""
-MAX_FUSED_TOKENS = 8192
+MAX_FUSED_TOKENS = 16384
 """Of the rows' contexts together. Beyond these, the layers' operators are about as fast, at 8 rows faster:
 docs/kernels/decoder_step.md."""
 

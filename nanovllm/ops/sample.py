@@ -16,17 +16,16 @@ def sample(
     copies: Tensor | None = None,
     copy: Tensor | None = None,
 ) -> None:
-    """token_ids[b] = argmax(x + Gumbel noise) over the tokens that min-p, top-k and top-p leave.
+    """token_ids[b] = a token drawn with probability p from those that min-p, top-k and top-p leave.
 
     x = (logit - greatest logit of the row) * (1 / temperature), in float32, and p = softmax(x). In this order:
         min_p keeps p >= min_p * greatest p;
         top_k keeps x >= the k-th greatest x (ties kept);
         top_p keeps the smallest set of the greatest values that holds >= top_p of what is left, ties at its border
             and at least one token included.
-    Noise: Philox4x32-10 with key (seed low 32 bits, seed high 32 bits) and counter (token / 4, position low 32 bits,
-    position high 32 bits, 0); output word token % 4 gives u = (word + 0.5) / 2^32 and noise = -log(-log(u)). So a
-    token depends on its row's arguments alone, not on the batch; equal scores go to the lowest id. A filter that is
-    off changes no bit.
+    The draw is an exponential race of groups of 8 tokens, with words of Philox4x32-10 that depend on seed, position
+    and group alone: csrc/common/philox.h defines it. So a token depends on its row's arguments, not on the batch; equal
+    times go to the lowest group. A filter that is off changes no bit.
 
     temperature 0 (or too small for 1 / temperature) is exact argmax, the lowest id on ties. Logits of -inf are never
     sampled, NaN counts as -inf; a row with nothing else gives 0, a row with +inf its first +inf.
@@ -46,7 +45,7 @@ def sample(
     Raises:
         RuntimeError: a shape, dtype, stride or device does not fit, the vocabulary is empty, or (CPU) copies has no row
             copy[0], where CUDA makes no copy; the text names it.
-    Source: Maddison, Tarlow, Minka, A* sampling (2014), for the Gumbel-max trick; Salmon et al., Parallel random
-        numbers: as easy as 1, 2, 3 (2011), for Philox.
+    Source: Efraimidis and Spirakis, Weighted random sampling with a reservoir (2006), for the exponential race; Salmon
+        et al., Parallel random numbers: as easy as 1, 2, 3 (2011), for Philox.
     """
     _op(token_ids, logits, temperature, top_k, top_p, min_p, seeds, positions, copies, copy)

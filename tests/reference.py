@@ -141,26 +141,27 @@ def mul_32(a: Tensor, b: int) -> tuple[Tensor, Tensor]:
     return middle >> 16, (middle & mask) << 16 | low & mask
 
 
-def group_uniforms(num_groups: int, seed: int, position: int, i: int) -> Tensor:
-    """[num_groups] float64: u(g, i) of csrc/common/philox.h."""
-    counter = torch.zeros(-(-num_groups // 4), 4, dtype=torch.int64)
-    counter[:, 0] = torch.arange(len(counter))
+def uniforms(first: int, count: int, seed: int, position: int, i: int) -> Tensor:
+    """[count] float64: u(n, i) of csrc/common/philox.h, n from `first` on, which is a multiple of 4."""
+    counter = torch.zeros(-(-count // 4), 4, dtype=torch.int64)
+    counter[:, 0] = torch.arange(len(counter)) + first // 4
     counter[:, 1], counter[:, 2], counter[:, 3] = position & 0xFFFFFFFF, position >> 32 & 0xFFFFFFFF, i
-    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).flatten()[:num_groups]
+    words = philox(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)).flatten()[:count]
     return (words.double() + 0.5) / 2**32
 
 
 def race(x: Tensor, seed: int, position: int, number: int) -> tuple[int, float]:
-    """The token of x [vocab] float64 (-inf: takes no part) that wins a race of `sample`, and by what share of its time
-    or weight: a kernel may differ where that is the size of its rounding."""
+    """The token of x [vocab] float64 (-inf: takes no part) that wins a race of `sample`, and by what share of its time:
+    a kernel may differ where that is the size of its rounding."""
     weights = torch.nn.functional.pad((x - x.max()).exp(), (0, -len(x) % 8)).view(-1, 8)
-    times = -group_uniforms(len(weights), seed, position, 2 * number).log() / weights.sum(1)
-    group = int(times.argmin())
-    ends = weights[group].cumsum(0)
-    shares = ends / ends[-1] - group_uniforms(len(weights), seed, position, 2 * number + 1)[group]
+    group, lead = _first(-uniforms(0, len(weights), seed, position, 2 * number).log() / weights.sum(1))
+    place, in_group = _first(-uniforms(8 * group, 8, seed, position, 2 * number + 1).log() / weights[group])
+    return 8 * group + place, min(lead, in_group)
+
+
+def _first(times: Tensor) -> tuple[int, float]:
     best = times.topk(min(2, len(times)), largest=False).values
-    lead = 1.0 if len(best) == 1 else float(best[1] / best[0] - 1)
-    return 8 * group + int((shares >= 0).nonzero()[0]), min(lead, float(shares.abs().min()))
+    return int(times.argmin()), float(best[-1] / best[0] - 1) if len(best) == 2 else 1.0
 
 
 def drawn_token(x: Tensor, top_k: int, top_p: float, min_p: float, seed: int, position: int) -> tuple[int, float]:

@@ -3,16 +3,16 @@
 // parameters, seed and position only: not on the batch, the device or the order of work.
 //
 //   group g   tokens 8 g to 8 g + 7
-//   u(g, i)   (word + 0.5) / 2^32, so 0 < u < 1; the word is g % 4 of Philox with
+//   u(n, i)   (word + 0.5) / 2^32, so 0 < u < 1; the word is n % 4 of Philox with
 //               key     = (seed low 32 bits, seed high 32 bits)
-//               counter = (g / 4, position low 32 bits, position high 32 bits, i)
+//               counter = (n / 4, position low 32 bits, position high 32 bits, i)
 //   weight    of a token that takes part exp(x), x = (logit - greatest logit) / temperature, of another 0;
 //             of a group ((w0 + w4) + (w2 + w6)) + ((w1 + w5) + (w3 + w7))
-//   race d    A group's time is -log(u(g, 2 d)) / weight. The least wins; of equals, the lowest group. In it,
-//             the first token wins whose w0 + w1 + ... reaches u(g, 2 d + 1) of the sum of all 8.
+//   race d    A group's time is -log(u(g, 2 d)) / weight, and the least wins; in that group a token's is
+//             -log(u(token, 2 d + 1)) / weight, and the least wins. Of equals, the lowest.
 //
 // Such a time has the exponential distribution with the weight as its rate: a group, and then a token, wins
-// with the probability of its weight.
+// with the probability of its weight. And a small change of the logits rarely changes who wins.
 //
 //   race 0       of all tokens; with a top-k, of those that min-p and top-k leave
 //   race d + 1   if the filters drop the winner of race d: of those that min-p and top-k leave, with an x
@@ -35,7 +35,7 @@
 namespace nanovllm {
 
 constexpr int kGroupTokens = 8;
-constexpr int kBlockGroups = 4;  // of a Philox block, a word each
+constexpr int kBlockWords = 4;  // of Philox
 
 /// One block of four words; Word is uint32_t, or a vector of them for several counters at a time.
 template <class Word>

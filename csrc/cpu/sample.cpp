@@ -144,9 +144,6 @@ struct MultiplyVec {
   }
 };
 
-/// (word + 0.5) / 2^32.
-NV_INLINE float uniform(uint32_t word) { return (static_cast<float>(word) + 0.5f) * 0x1p-32f; }
-
 /// -log(u), u = (word + 0.5) / 2^32.
 NV_INLINE Vec wait_of(VecU32 word) {
   constexpr float kScale = 0x1p-32f;
@@ -155,6 +152,12 @@ NV_INLINE Vec wait_of(VecU32 word) {
   const LogParts parts = log_parts(u);
   const auto near_one = rest < 0.25f;
   return -log_of_parts(near_one ? -rest : parts.f, near_one ? Vec{} : parts.e);
+}
+
+inline float wait_of(uint32_t word) {
+  const float u = (static_cast<float>(word) + 0.5f) * 0x1p-32f;
+  const float rest = (static_cast<float>(~word) + 0.5f) * 0x1p-32f;
+  return rest < 0.25f ? -std::log1p(-rest) : -std::log(u);
 }
 
 /// Of u(4 counter, i) to u(4 counter + 3, i).
@@ -179,7 +182,7 @@ NV_INLINE Vec group_weights(const Row& row, int64_t block) {
 /// least 1 - u of its groups is at most that time the greatest weight they can have.
 template <class T>
 NV_INLINE void race(Row& row, int64_t begin, int64_t end) {
-  constexpr int kCounters = kGroups / kBlockGroups;  // of a block
+  constexpr int kCounters = kGroups / kBlockWords;  // of a block
   static_assert(kCounters == 2);
   constexpr int kBlocks = kVec / kCounters;  // whose words are computed together
   constexpr float kSlack = 1.001f;           // for the rounding
@@ -190,8 +193,8 @@ NV_INLINE void race(Row& row, int64_t begin, int64_t end) {
     for (int i = 0; i < kVec; ++i) counter[i] = static_cast<uint32_t>(first * kCounters + i);
     const auto [word] = words(row, counter, 2 * row.race, MultiplyVec{});
     VecU32 rest = ~word[0];  // (1 - u) * 2^32, the least of each counter
-    for (int w = 1; w < kBlockGroups; ++w) rest = ~word[w] < rest ? ~word[w] : rest;
-    float weights[kBlockGroups][kVec] = {};  // [word][counter]
+    for (int w = 1; w < kBlockWords; ++w) rest = ~word[w] < rest ? ~word[w] : rest;
+    float weights[kBlockWords][kVec] = {};  // [word][counter]
     bool any = false;
     for (int64_t b = first; b < std::min(first + kBlocks, end); ++b) {
       const int at = (b - first) * kCounters;
@@ -201,11 +204,11 @@ NV_INLINE void race(Row& row, int64_t begin, int64_t end) {
       if (least > kSlack * kGroupTokens * std::exp(x_max) * best_time) continue;
       any = true;
       const Vec own = group_weights<T>(row, b);
-      for (int g = 0; g < kGroups; ++g) weights[g % kBlockGroups][at + g / kBlockGroups] = own[g];
+      for (int g = 0; g < kGroups; ++g) weights[g % kBlockWords][at + g / kBlockWords] = own[g];
     }
     if (!any) continue;
-    Vec time[kBlockGroups], shortest = Vec{} + std::numeric_limits<float>::infinity();
-    for (int w = 0; w < kBlockGroups; ++w) {
+    Vec time[kBlockWords], shortest = Vec{} + std::numeric_limits<float>::infinity();
+    for (int w = 0; w < kBlockWords; ++w) {
       time[w] = wait_of(word[w]) / load_vec(weights[w]);
       shortest = time[w] < shortest ? time[w] : shortest;
     }
@@ -213,7 +216,7 @@ NV_INLINE void race(Row& row, int64_t begin, int64_t end) {
     if (!(own_time < best_time)) continue;
     best_time = own_time;
     best_group = first * kGroups;
-    for (int at = 0; time[at % kBlockGroups][at / kBlockGroups] != own_time; ++at) ++best_group;
+    for (int at = 0; time[at % kBlockWords][at / kBlockWords] != own_time; ++at) ++best_group;
   }
   const std::lock_guard lock(row.mutex);
   if (best_time < row.best_time || (best_time == row.best_time && best_group < row.best_group)) {
@@ -326,16 +329,17 @@ Winner find_winner(Runner run, Row& row, DType dtype) {
       top = std::fmax(top, logit[j]);
     }
   });
-  float end[kGroupTokens], sum = 0;
+  float best_time = std::numeric_limits<float>::infinity();
+  Winner winner{};
   for (int j = 0; j < kGroupTokens; ++j) {
-    if (row.x_of(logit[j]) >= row.racing) sum += std::exp((logit[j] - top) * row.inv_temperature);
-    end[j] = sum;
+    const float x = row.x_of(logit[j]);
+    if (!(x >= row.racing)) continue;
+    const auto counter = static_cast<uint32_t>((first + j) / kBlockWords);
+    const uint32_t word = words(row, counter, 2 * row.race + 1, Multiply{}).word[j % kBlockWords];
+    const float time = wait_of(word) / std::exp((logit[j] - top) * row.inv_temperature);
+    if (time < best_time) best_time = time, winner = {first + j, x};
   }
-  const uint32_t counter = static_cast<uint32_t>(row.best_group / kBlockGroups);
-  const uint32_t word = words(row, counter, 2 * row.race + 1, Multiply{}).word[row.best_group % kBlockGroups];
-  const auto j =
-      std::find_if(end, end + kGroupTokens - 1, [&](float e) { return e >= uniform(word) * sum; }) - end;
-  return {first + j, row.x_of(logit[j])};
+  return winner;
 }
 
 int64_t sample_row(const SampleParams& p, int64_t b, Row& row) {

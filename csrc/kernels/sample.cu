@@ -144,7 +144,7 @@ cudaError_t launch(const SampleParams& p, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const int cluster = major >= 9 ? kMaxTeam : 1;
   constexpr int kBlockTokens =
-      kGroupTokens * kBlockGroups;  // of Philox: its words stay in one block of threads
+      kGroupTokens * kBlockWords;  // of Philox: its words stay in one block of threads
   const int64_t philox_blocks = (p.vocab + kBlockTokens - 1) / kBlockTokens;
   const int tokens_per_block = static_cast<int>((philox_blocks + cluster - 1) / cluster) * kBlockTokens;
   const bool aligned = is_aligned(p.logits, {p.logits_stride_row}, sizeof(T), 16);

@@ -27,11 +27,11 @@ struct Random {
   __device__ PhiloxBlock<uint32_t> block(uint32_t block, uint32_t i) const {
     return philox(PhiloxBlock<uint32_t>{{block, low, high, i}}, key0, key1);
   }
-  /// Of u(group, i).
-  __device__ uint32_t word(uint32_t group, uint32_t i) const {
-    const auto [word] = block(group / kBlockGroups, i);
-    const uint32_t even = group & 2 ? word[2] : word[0], odd = group & 2 ? word[3] : word[1];
-    return group & 1 ? odd : even;
+  /// Of u(n, i).
+  __device__ uint32_t word(uint32_t n, uint32_t i) const {
+    const auto [word] = block(n / kBlockWords, i);
+    const uint32_t even = n & 2 ? word[2] : word[0], odd = n & 2 ? word[3] : word[1];
+    return n & 1 ? odd : even;
   }
 };
 

@@ -35,9 +35,9 @@ struct Row {
   static constexpr float kMaxWeight = 0x1p32f;
   // No group wins with all its x below: -log(u) is between 2^-33 and 22.874.
   static constexpr float kFaint = -28.1f;
-  static constexpr int kFirstShift = 20;                 // of a key: 11 bits, then 10 and 10
-  static constexpr int kWarpBlocks = 32 / kBlockGroups;  // of Philox, a step
-  static constexpr int kWordSteps = kBlockGroups;        // for which a warp finds words at a time
+  static constexpr int kFirstShift = 20;                // of a key: 11 bits, then 10 and 10
+  static constexpr int kWarpBlocks = 32 / kBlockWords;  // of Philox, a step
+  static constexpr int kWordSteps = kBlockWords;        // for which a warp finds words at a time
 
   const Slice<T>& slice;
   Team& team;
@@ -102,27 +102,21 @@ struct Row {
     return token_of(team.reduce(ranked(-race.time, race.group), Max{}));
   }
 
-  /// The token that wins race d in the group that does. Its x is infinite if stream_race() made no notes.
+  /// The token that wins race d in the group that does; whole warps call it. Its x is infinite if
+  /// stream_race() made no notes.
   __device__ Candidate winner(uint32_t group, float cut, uint32_t d) const {
-    const uint32_t first = group * kGroupTokens;
-    float logit[kGroupTokens], top = kLowest;
+    const uint32_t token = group * kGroupTokens + threadIdx.x % kGroupTokens;
+    const float logit = token < slice.vocab ? to_float(slice.row[token]) : kLowest, x = x_of(logit);
+    float top = logit;  // of the group
 #pragma unroll
-    for (int j = 0; j < kGroupTokens; ++j) {
-      logit[j] = first + j < slice.vocab ? to_float(slice.row[first + j]) : kLowest;
-      top = fmaxf(top, logit[j]);
-    }
-    float end[kGroupTokens], sum = 0;
+    for (int lanes = 1; lanes < kGroupTokens; lanes *= 2)
+      top = fmaxf(top, __shfl_xor_sync(kAllLanes, top, lanes));
+    const float weight = x >= cut ? expf((logit - top) * inv_temperature) : 0.0f;
+    uint64_t best = ranked(-wait_of(random.word(token, 2 * d + 1)) / weight, token);
 #pragma unroll
-    for (int j = 0; j < kGroupTokens; ++j) {
-      sum += x_of(logit[j]) >= cut ? expf((logit[j] - top) * inv_temperature) : 0.0f;
-      end[j] = sum;
-    }
-    const float u = (static_cast<float>(random.word(group, 2 * d + 1)) + 0.5f) * 0x1p-32f;
-    Candidate winner{};
-#pragma unroll
-    for (int j = kGroupTokens - 1; j >= 0; --j)
-      if (end[j] >= u * sum) winner = {x_of(logit[j]), first + j};
-    return winner;
+    for (int lanes = 1; lanes < kGroupTokens; lanes *= 2)
+      best = max(best, __shfl_xor_sync(kAllLanes, best, lanes));
+    return {__shfl_sync(kAllLanes, x, token_of(best) % kGroupTokens, kGroupTokens), token_of(best)};
   }
 
   /// At most the k-th greatest x: that of the greatest of the team's groups of threads.
@@ -268,8 +262,8 @@ struct Row {
   /// The words of race 0 for the warp's next steps, a Philox block a lane.
   __device__ void find_words(int step) const {
     const int lane = threadIdx.x % 32;
-    const uint32_t block = slice.first / (kGroupTokens * kBlockGroups) +
-                           (step + lane / kWarpBlocks) * (kSampleThreads / kBlockGroups) +
+    const uint32_t block = slice.first / (kGroupTokens * kBlockWords) +
+                           (step + lane / kWarpBlocks) * (kSampleThreads / kBlockWords) +
                            threadIdx.x / 32 * kWarpBlocks + lane % kWarpBlocks;
     const auto [word] = random.block(block, 0);
     shared.words[threadIdx.x] = make_uint4(word[0], word[1], word[2], word[3]);

@@ -188,7 +188,7 @@ class GgufCheckpoint:
             "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
             "sliding_window": self._get("attention.sliding_window", 0) or None,
             "use_sliding_window": bool(self._get("attention.sliding_window", 0)),
-            "dtype": _PLAIN_DTYPES.get(tensors["token_embd.weight"].quant.name),
+            "dtype": _PLAIN_DTYPES.get(tensors["token_embd.weight"].quant.name, "float32"),  # of quantised blocks
         }
 
         with readable(self.file.path):

@@ -100,10 +100,10 @@ def test_llama_attention_biases(tmp_path):
     assert_loaded(load(write_model(tmp_path / "x.gguf", model)), model.state_dict())
 
 
-def test_quantised_model_leaves_the_dtype_open(tmp_path):
+def test_quantised_model_computes_in_float32(tmp_path):
     model = tiny_model("LlamaForCausalLM", hidden_size=128, intermediate_size=128)
     path = write_model(tmp_path / "x.gguf", model, GGMLQuantizationType.Q8_0)
-    assert load_hf_config(resolve(path)).dtype is None
+    assert load_hf_config(resolve(path)).dtype == torch.float32
     loaded = load(path, dtype=torch.float32).model.layers[0].self_attn.o_proj.weight
     torch.testing.assert_close(loaded, model.model.layers[0].self_attn.o_proj.weight, atol=0.01, rtol=0)
 

@@ -1,7 +1,7 @@
 // The product of a few rows of x with tiles of 4 weight rows, which the skinny operators share. A tile meets
-// up to 4 rows of x at a time in registers (16 sums of 16 lanes), and stays in L1 for the next 4 rows of x.
-// Every sum runs over k in one order, then over its lanes in one tree, so a row's result does not depend on
-// how many rows come with it.
+// some rows of x at a time in registers and stays in L1 for the next ones: 4 rows, 16 sums of 16 lanes, with
+// AVX-512; 2 rows, 8 sums of 8 lanes, elsewhere, where a Vec is no register. Every sum runs over k in one
+// order, then over its lanes in one tree, so a row's result does not depend on how many rows come with it.
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -18,6 +18,64 @@ struct SkinnyRows {
   const float* data;  // [num_rows, k]
   int64_t stride;
 };
+
+constexpr int kHalf = kVec / 2;
+typedef float HalfVec __attribute__((vector_size(kHalf * 4), aligned(4)));
+typedef uint32_t HalfVecU32 __attribute__((vector_size(kHalf * 4), aligned(4)));
+typedef uint16_t HalfVecU16 __attribute__((vector_size(kHalf * 2), aligned(2)));
+
+NV_INLINE HalfVec load_half(const float* p) {
+  HalfVec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+NV_INLINE HalfVec load_half(const BFloat16* p) {
+  HalfVecU16 h;
+  std::memcpy(&h, p, sizeof h);
+  return std::bit_cast<HalfVec>(__builtin_convertvector(h, HalfVecU32) << 16);
+}
+NV_INLINE float sum(HalfVec v) {
+  const float quads[4] = {v[0] + v[4], v[1] + v[5], v[2] + v[6], v[3] + v[7]};
+  return (quads[0] + quads[2]) + (quads[1] + quads[3]);
+}
+
+inline bool has_wide_registers() {
+#if defined(__x86_64__)
+  static const bool has = __builtin_cpu_supports("avx512f");
+  return has;
+#else
+  return false;
+#endif
+}
+
+template <class T>
+NV_INLINE void put(const SkinnyLinearParams& p, int64_t m, int64_t n, float x) {
+  const float bias = p.bias ? to_float(static_cast<const T*>(p.bias)[n]) : 0.0f;
+  store(static_cast<T*>(p.out) + m * p.out_stride_row + n, x + bias);
+}
+
+/// As `tile`, with narrow registers.
+template <int kRows, class T, class W>
+NV_INLINE void narrow_tile(const SkinnyLinearParams& p, SkinnyRows rows, const W* const (&w)[kTile],
+                           int64_t m, int64_t n, int64_t weights) {
+  const float* x = rows.data + m * rows.stride;
+  HalfVec acc[kRows][kTile] = {};
+  int64_t k = 0;
+  for (; k + kHalf <= p.k; k += kHalf) {
+    HalfVec wv[kTile];
+    for (int j = 0; j < kTile; ++j) wv[j] = load_half(w[j] + k);
+    for (int i = 0; i < kRows; ++i) {
+      const HalfVec xv = load_half(x + i * rows.stride + k);
+      for (int j = 0; j < kTile; ++j) acc[i][j] += wv[j] * xv;
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int64_t j = 0; j < weights; ++j) {
+      float total = sum(acc[i][j]);
+      for (int64_t rest = k; rest < p.k; ++rest) total += to_float(w[j][rest]) * x[i * rows.stride + rest];
+      put<T>(p, m + i, n + j, total);
+    }
+}
 
 /// kRows rows of x from row m against the weight rows w; the first `weights` of them go to out, from column
 /// n.
@@ -41,10 +99,7 @@ NV_INLINE void tile(const SkinnyLinearParams& p, SkinnyRows rows, const W* const
   std::copy(std::begin(acc), std::end(acc), lanes);
   const Vec total = sums(lanes);
   for (int i = 0; i < kRows; ++i)
-    for (int64_t j = 0; j < weights; ++j) {
-      const float b = p.bias ? to_float(static_cast<const T*>(p.bias)[n + j]) : 0.0f;
-      store(static_cast<T*>(p.out) + (m + i) * p.out_stride_row + n + j, total[i * kTile + j] + b);
-    }
+    for (int64_t j = 0; j < weights; ++j) put<T>(p, m + i, n + j, total[i * kTile + j]);
 }
 
 /// All rows of x against a tile: weight row j of it starts at row_of(j). The last row is repeated up to a
@@ -55,6 +110,11 @@ NV_INLINE void all_rows(const SkinnyLinearParams& p, SkinnyRows rows, int64_t n,
   decltype(row_of(0)) w[kTile];
   for (int j = 0; j < kTile; ++j) w[j] = row_of(std::min<int64_t>(j, weights - 1));
   int64_t m = 0;
+  if (!has_wide_registers()) {
+    for (; m + 2 <= p.num_rows; m += 2) narrow_tile<2, T>(p, rows, w, m, n, weights);
+    if (m < p.num_rows) narrow_tile<1, T>(p, rows, w, m, n, weights);
+    return;
+  }
   for (; m + kTile <= p.num_rows; m += kTile) tile<kTile, T>(p, rows, w, m, n, weights);
   if (p.num_rows - m == 3) tile<3, T>(p, rows, w, m, n, weights);
   if (p.num_rows - m == 2) tile<2, T>(p, rows, w, m, n, weights);

@@ -12,7 +12,7 @@
 //             -log(u(token, 2 d + 1)) / weight, and the least wins. Of equals, the lowest.
 //
 // Such a time has the exponential distribution with the weight as its rate: a group, and then a token, wins
-// with the probability of its weight. And a small change of the logits rarely changes who wins.
+// with the probability of its weight.
 //
 //   race 0       of all tokens; with a top-k, of those that min-p and top-k leave
 //   race d + 1   if the filters drop the winner of race d: of those that min-p and top-k leave, with an x

@@ -31,8 +31,7 @@ struct Streamed {
 
 template <class T>
 struct Row {
-  // Of a group that may win; one that is heavier raises its warp's anchor.
-  static constexpr float kMaxWeight = 0x1p32f;
+  static constexpr float kMaxWeight = 0x1p32f;  // a heavier group raises its warp's anchor
   // No group wins with all its x below: -log(u) is between 2^-33 and 22.874.
   static constexpr float kFaint = -28.1f;
   static constexpr int kFirstShift = 20;                // of a key: 11 bits, then 10 and 10
@@ -223,8 +222,9 @@ struct Row {
     if (step % kWordSteps == 0) find_words(step);
     const uint32_t word = runner.words[step % kWordSteps * 32];
     float weight = weight_of_group([&](int j) { return exp2_approx(power(j)); });
-    if (__any_sync(kAllLanes, race.may_win(weight, word))) {
-      if (__any_sync(kAllLanes, !(weight < kMaxWeight))) {
+    const bool heavy = !(weight < kMaxWeight);
+    if (__any_sync(kAllLanes, heavy || race.may_win(weight, word))) {
+      if (__any_sync(kAllLanes, heavy)) {  // not only if it may win, which depends on timing
         raise_anchor(runner, reduce_lanes(greatest_of(logit), Max{}) * runner.scale);
         weight = weight_of_group([&](int j) { return exp2_approx(fmaxf(power(j), kLowest)); });  // NaN: 0
       }

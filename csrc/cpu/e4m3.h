@@ -11,18 +11,19 @@ struct Float8E4M3 {
   uint8_t bits;
 };
 
-NV_INLINE Vec load_vec(const Float8E4M3* p) {
-  VecU8 bytes;
+template <class V = Vec>
+NV_INLINE V load_vec(const Float8E4M3* p) {
+  using U32 = Same<uint32_t, V>;
+  using I32 = Same<int32_t, V>;
+  Same<uint8_t, V> bytes;
   std::memcpy(&bytes, p, sizeof bytes);
-  const VecU32 code = __builtin_convertvector(bytes, VecU32), magnitude = code & 0x7fu;
+  const U32 code = __builtin_convertvector(bytes, U32), magnitude = code & 0x7fu;
   // Codes below 8 are multiples of 2^-9. They go through integers: as subnormal floats they would be slow.
-  const Vec small = __builtin_convertvector(std::bit_cast<VecI32>(magnitude), Vec) * 0x1p-9f;
-  const VecU32 normal = (magnitude << 20) + (120u << 23);  // exponent bias 7 to 127
-  const VecU32 is_small = std::bit_cast<VecU32>(magnitude < 8u),
-               is_nan = std::bit_cast<VecU32>(magnitude == 0x7fu);
-  const VecU32 bits =
-      (is_small & std::bit_cast<VecU32>(small)) | (~is_small & normal) | (is_nan & 0x7fc00000u);
-  return std::bit_cast<Vec>(bits | ((code & 0x80u) << 24));
+  const V small = __builtin_convertvector(std::bit_cast<I32>(magnitude), V) * 0x1p-9f;
+  const U32 normal = (magnitude << 20) + (120u << 23);  // exponent bias 7 to 127
+  const U32 is_small = std::bit_cast<U32>(magnitude < 8u), is_nan = std::bit_cast<U32>(magnitude == 0x7fu);
+  const U32 bits = (is_small & std::bit_cast<U32>(small)) | (~is_small & normal) | (is_nan & 0x7fc00000u);
+  return std::bit_cast<V>(bits | ((code & 0x80u) << 24));
 }
 
 /// Round to nearest even, saturating at 448; NaN becomes 0x7f with its sign.

@@ -1,49 +1,71 @@
-// A small fp32 matrix product for operands that are packed and stay in L1 or L2.
+// A small fp32 matrix product for operands that are packed and stay in L1 or L2, in vectors V.
 #pragma once
 #include "cpu/simd.h"
 
 namespace nanovllm::cpu {
 
-/// c[kRows][kCols * kVec] = (kAdd ? c : 0) + a[kRows][inner] . b[inner][kCols * kVec], the sums in registers.
-template <bool kAdd, int kRows, int kCols>
+/// c[kRows][kCols vectors] = (kAdd ? c : 0) + a[kRows][inner] . b[inner][kCols vectors], the sums in
+/// registers.
+template <class V, bool kAdd, int kRows, int kCols>
 NV_INLINE void gemm_block(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
                           int64_t inner) {
-  Vec acc[kRows][kCols];
+  constexpr int kWidth = kLanes<V>;
+  V acc[kRows][kCols];
   for (int r = 0; r < kRows; ++r)
-    for (int j = 0; j < kCols; ++j) acc[r][j] = kAdd ? load_vec(c + r * ldc + j * kVec) : Vec{};
+    for (int j = 0; j < kCols; ++j) acc[r][j] = kAdd ? load_vec<V>(c + r * ldc + j * kWidth) : V{};
   for (int64_t k = 0; k < inner; ++k) {
-    Vec bv[kCols];
-    for (int j = 0; j < kCols; ++j) bv[j] = load_vec(b + k * ldb + j * kVec);
+    V bv[kCols];
+    for (int j = 0; j < kCols; ++j) bv[j] = load_vec<V>(b + k * ldb + j * kWidth);
     for (int r = 0; r < kRows; ++r) {
-      const Vec av = Vec{} + a[r * lda + k];
+      const V av = V{} + a[r * lda + k];
       for (int j = 0; j < kCols; ++j) acc[r][j] += av * bv[j];
     }
   }
   for (int r = 0; r < kRows; ++r)
-    for (int j = 0; j < kCols; ++j) store_vec(c + r * ldc + j * kVec, acc[r][j]);
+    for (int j = 0; j < kCols; ++j) store_vec(c + r * ldc + j * kWidth, acc[r][j]);
 }
 
-template <bool kAdd, int kRows>
+template <class V, bool kAdd, int kRows>
 NV_INLINE void gemm_rows(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
                          int64_t cols, int64_t inner) {
-  constexpr int kCols = 4;
+  constexpr int kWidth = kLanes<V>, kCols = kIsWide<V> ? 4 : 2;  // registers: 6 * 4 of 32 or 6 * 2 of 16
   int64_t j = 0;
-  for (; j + kCols * kVec <= cols; j += kCols * kVec)
-    gemm_block<kAdd, kRows, kCols>(c + j, ldc, a, lda, b + j, ldb, inner);
-  for (; j < cols; j += kVec) gemm_block<kAdd, kRows, 1>(c + j, ldc, a, lda, b + j, ldb, inner);
+  for (; j + kCols * kWidth <= cols; j += kCols * kWidth)
+    gemm_block<V, kAdd, kRows, kCols>(c + j, ldc, a, lda, b + j, ldb, inner);
+  for (; j < cols; j += kWidth) gemm_block<V, kAdd, kRows, 1>(c + j, ldc, a, lda, b + j, ldb, inner);
 }
 
 /// c[rows][cols] = (kAdd ? c : 0) + a[rows][inner] . b[inner][cols]; cols is a multiple of kVec.
-template <bool kAdd>
+template <class V, bool kAdd>
 NV_INLINE void gemm(float* c, int64_t ldc, const float* a, int64_t lda, const float* b, int64_t ldb,
                     int64_t rows, int64_t cols, int64_t inner) {
   int64_t r = 0;
-  for (; r + 6 <= rows; r += 6) gemm_rows<kAdd, 6>(c + r * ldc, ldc, a + r * lda, lda, b, ldb, cols, inner);
-  for (; r + 2 <= rows; r += 2) gemm_rows<kAdd, 2>(c + r * ldc, ldc, a + r * lda, lda, b, ldb, cols, inner);
-  if (r < rows) gemm_rows<kAdd, 1>(c + r * ldc, ldc, a + r * lda, lda, b, ldb, cols, inner);
+  for (; r + 6 <= rows; r += 6)
+    gemm_rows<V, kAdd, 6>(c + r * ldc, ldc, a + r * lda, lda, b, ldb, cols, inner);
+  for (; r + 2 <= rows; r += 2)
+    gemm_rows<V, kAdd, 2>(c + r * ldc, ldc, a + r * lda, lda, b, ldb, cols, inner);
+  if (r < rows) gemm_rows<V, kAdd, 1>(c + r * ldc, ldc, a + r * lda, lda, b, ldb, cols, inner);
 }
 
-/// Lane j of row i becomes lane i of row j: halves swapped at four widths.
+/// Lane j of row i becomes lane i of row j: halves swapped at three or four widths.
+NV_INLINE void transpose(HalfVec (&v)[8]) {
+  for (int i = 0; i < 4; ++i) {
+    const HalfVec a = v[i], b = v[i + 4];
+    v[i] = NV_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+    v[i + 4] = NV_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+  for (int n = 0; n < 4; ++n) {
+    const int i = n / 2 * 4 + n % 2;
+    const HalfVec a = v[i], b = v[i + 2];
+    v[i] = NV_SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+    v[i + 2] = NV_SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  for (int i = 0; i < 8; i += 2) {
+    const HalfVec a = v[i], b = v[i + 1];
+    v[i] = NV_SHUFFLE(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+    v[i + 1] = NV_SHUFFLE(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+  }
+}
 NV_INLINE void transpose(Vec (&v)[kVec]) {
   for (int i = 0; i < 8; ++i) {
     const Vec a = v[i], b = v[i + 8];

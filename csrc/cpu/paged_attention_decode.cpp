@@ -15,9 +15,12 @@ namespace nanovllm::cpu {
 namespace {
 
 constexpr int64_t kStats = 2;  // m and l, before the head_dim weighted values of a query head
-constexpr int kTokens = 4;     // keys that meet up to kHeads query heads in registers
-constexpr int kHeads = 4;
-constexpr int kVecs = 4;  // vectors of head_dim that kHeads query heads accumulate in registers
+/// In vectors V, up to kHeads query heads meet kColumns keys at a time, then kColumns vectors of head_dim: 16
+/// sums in registers with AVX-512, 8 elsewhere. head_dim is a multiple of 8, so only a Vec needs half loads.
+template <class V>
+constexpr int kHeads = kIsWide<V> ? 4 : 2;
+template <class V, int kRows>
+constexpr int kColumns = kIsWide<V> ? 4 : 8 / kRows;
 
 /// Of one thread.
 struct Scratch {
@@ -30,79 +33,100 @@ struct Scratch {
 };
 
 /// scores[r][t] = q[r] . k[t] of kRows query heads.
-template <int kRows, class T>
+template <class V, int kRows, class T>
 NV_INLINE void score_heads(float* scores, const float* q, const T* const* k, int64_t count, int64_t dim) {
+  constexpr int kTokens = kColumns<V, kRows>;
   for (int64_t t = 0; t < count; t += kTokens) {
     const T* row[kTokens];
     for (int j = 0; j < kTokens; ++j) row[j] = k[std::min(t + j, count - 1)];
-    Vec acc[kRows == 3 ? 16 : kRows * kTokens] = {};
+    V acc[kRows == 3 ? 16 : kRows * kTokens] = {};
     const auto step = [&](int64_t d, auto const& load) {
-      Vec kv[kTokens];
+      V kv[kTokens];
       for (int j = 0; j < kTokens; ++j) kv[j] = load(row[j] + d);
       for (int r = 0; r < kRows; ++r) {
-        const Vec qv = load(q + r * dim + d);
+        const V qv = load(q + r * dim + d);
         for (int j = 0; j < kTokens; ++j) acc[r * kTokens + j] += qv * kv[j];
       }
     };
     int64_t d = 0;
-    for (; d + kVec <= dim; d += kVec) step(d, [](auto* p) { return load_vec(p); });
-    if (d < dim) step(d, [](auto* p) { return load_part(p, kVec / 2); });
-    const Vec total = sums(acc);
-    for (int r = 0; r < kRows; ++r)
-      for (int j = 0; j < kTokens; ++j) scores[r * kDecodeTile + t + j] = total[r * kTokens + j];
+    for (; d + kLanes<V> <= dim; d += kLanes<V>) step(d, [](auto* p) { return load_vec<V>(p); });
+    if constexpr (kIsWide<V>) {
+      if (d < dim) step(d, [](auto* p) { return load_part(p, kVec / 2); });
+      const Vec total = sums(acc);
+      for (int r = 0; r < kRows; ++r)
+        for (int j = 0; j < kTokens; ++j) scores[r * kDecodeTile + t + j] = total[r * kTokens + j];
+    } else {
+      for (int i = 0; i < kRows * kTokens; i += 4) {
+        const HalfVec total = sums({acc[i], acc[i + 1], acc[i + 2], acc[i + 3]});
+        std::memcpy(&scores[i / kTokens * kDecodeTile + t + i % kTokens], &total, 4 * sizeof(float));
+      }
+    }
   }
 }
 
-/// values[r] = sum_t scores[r][t] * v[t], columns d to d + kCols * kVec of kRows query heads.
-template <int kRows, int kCols, bool kHalf, class T>
+/// values[r] = sum_t scores[r][t] * v[t], kCols vectors from column d of kRows query heads.
+template <class V, int kRows, int kCols, bool kHalf, class T>
 NV_INLINE void weigh_columns(float* values, int64_t stride, const float* scores, const T* const* v,
                              int64_t count, int64_t d) {
-  Vec acc[kRows][kCols] = {};
+  constexpr int kWidth = kLanes<V>;
+  V acc[kRows][kCols] = {};
   for (int64_t t = 0; t < count; ++t) {
-    Vec vv[kCols];
+    V vv[kCols];
     for (int c = 0; c < kCols; ++c)
-      vv[c] = kHalf ? load_part(v[t] + d, kVec / 2) : load_vec(v[t] + d + c * kVec);
+      if constexpr (kHalf)
+        vv[c] = load_part(v[t] + d, kWidth / 2);
+      else
+        vv[c] = load_vec<V>(v[t] + d + c * kWidth);
     for (int r = 0; r < kRows; ++r)
       for (int c = 0; c < kCols; ++c) acc[r][c] += scores[r * kDecodeTile + t] * vv[c];
   }
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kCols; ++c) {
-      float* out = values + r * stride + d + c * kVec;
-      kHalf ? store_part(out, acc[r][c], kVec / 2) : store_vec(out, acc[r][c]);
+      float* out = values + r * stride + d + c * kWidth;
+      if constexpr (kHalf)
+        store_part(out, acc[r][c], kWidth / 2);
+      else
+        store_vec(out, acc[r][c]);
     }
 }
 
-template <int kRows, class T>
+template <class V, int kRows, class T>
 NV_INLINE void weigh_heads(float* values, int64_t stride, const float* scores, const T* const* v,
                            int64_t count, int64_t dim) {
+  constexpr int kWidth = kLanes<V>, kCols = kColumns<V, kRows>;
   int64_t d = 0;
-  for (; d + kVecs * kVec <= dim; d += kVecs * kVec)
-    weigh_columns<kRows, kVecs, false>(values, stride, scores, v, count, d);
-  for (; d + kVec <= dim; d += kVec) weigh_columns<kRows, 1, false>(values, stride, scores, v, count, d);
-  if (d < dim) weigh_columns<kRows, 1, true>(values, stride, scores, v, count, d);
+  for (; d + kCols * kWidth <= dim; d += kCols * kWidth)
+    weigh_columns<V, kRows, kCols, false>(values, stride, scores, v, count, d);
+  for (; d + kWidth <= dim; d += kWidth)
+    weigh_columns<V, kRows, 1, false>(values, stride, scores, v, count, d);
+  if constexpr (kIsWide<V>)
+    if (d < dim) weigh_columns<V, kRows, 1, true>(values, stride, scores, v, count, d);
 }
 
-/// Calls f(rows as a constant, first row) over `rows` rows, kHeads at a time.
-template <class F>
+/// Calls f(rows as a constant, first row) over `rows` rows, kMax at a time.
+template <int kMax, class F>
 NV_INLINE void for_heads(int64_t rows, F const& f) {
   int64_t r = 0;
-  for (; r + kHeads <= rows; r += kHeads) f(std::integral_constant<int, kHeads>{}, r);
-  if (rows - r == 3) f(std::integral_constant<int, 3>{}, r);
-  if (rows - r == 2) f(std::integral_constant<int, 2>{}, r);
+  for (; r + kMax <= rows; r += kMax) f(std::integral_constant<int, kMax>{}, r);
+  if constexpr (kMax == 4) {
+    if (rows - r == 3) f(std::integral_constant<int, 3>{}, r);
+    if (rows - r == 2) f(std::integral_constant<int, 2>{}, r);
+  }
   if (rows - r == 1) f(std::integral_constant<int, 1>{}, r);
 }
 
 /// Turns scores into weights, in place; gives m and l.
+template <class V>
 NV_INLINE void soften_row(float* scores, int64_t count, float* stats) {
   const int64_t padded = (count + kVec - 1) / kVec * kVec;
   std::fill(scores + count, scores + padded, kNoScore);
-  stats[0] = greatest(scores, padded, kNoScore);
-  stats[1] = soften(scores, padded, stats[0]);
+  stats[0] = greatest<V>(scores, padded, kNoScore);
+  stats[1] = soften<V>(scores, padded, stats[0]);
 }
 
 /// One tile of sequence b and KV head h, of which s.q holds the scaled queries: [group][kStats + head_dim]. T
-/// is the type of the cache.
-template <class T>
+/// is the type of the cache, V that of vectors.
+template <class V, class T>
 NV_INLINE void attend(const PagedAttentionDecodeParams& p, int64_t b, int64_t h, int64_t tile, Scratch& s,
                       float* out) {
   const int64_t group = p.num_q_heads / p.num_kv_heads, dim = p.head_dim, stride = kStats + dim;
@@ -112,15 +136,21 @@ NV_INLINE void attend(const PagedAttentionDecodeParams& p, int64_t b, int64_t h,
   const T** rows = reinterpret_cast<const T**>(s.rows);
   find_rows(rows, static_cast<const T*>(p.k_cache) + h * p.k_stride_head, p.k_stride_block, p.k_stride_slot,
             table, p.block_size, begin, count);
-  for_heads(group, [&](auto n, int64_t r) {
-    score_heads<n>(&s.scores[r * kDecodeTile], &s.q[r * dim], rows, count, dim);
+  for_heads<kHeads<V>>(group, [&](auto n, int64_t r) {
+    score_heads<V, n>(&s.scores[r * kDecodeTile], &s.q[r * dim], rows, count, dim);
   });
-  for (int64_t r = 0; r < group; ++r) soften_row(&s.scores[r * kDecodeTile], count, out + r * stride);
+  for (int64_t r = 0; r < group; ++r) soften_row<V>(&s.scores[r * kDecodeTile], count, out + r * stride);
   find_rows(rows, static_cast<const T*>(p.v_cache) + h * p.v_stride_head, p.v_stride_block, p.v_stride_slot,
             table, p.block_size, begin, count);
-  for_heads(group, [&](auto n, int64_t r) {
-    weigh_heads<n>(out + r * stride + kStats, stride, &s.scores[r * kDecodeTile], rows, count, dim);
+  for_heads<kHeads<V>>(group, [&](auto n, int64_t r) {
+    weigh_heads<V, n>(out + r * stride + kStats, stride, &s.scores[r * kDecodeTile], rows, count, dim);
   });
+}
+
+template <class T>
+NV_INLINE void attend(const PagedAttentionDecodeParams& p, int64_t b, int64_t h, int64_t tile, Scratch& s,
+                      float* out) {
+  has_wide_registers() ? attend<Vec, T>(p, b, h, tile, s, out) : attend<HalfVec, T>(p, b, h, tile, s, out);
 }
 
 // These four are never inlined: one machine code for all callers, so that split and unsplit contexts round

@@ -66,45 +66,51 @@ NV_INLINE void find(const T** rows, const Params& p, const Block& b, const void*
   }
 }
 
-template <class T>
-NV_INLINE Vec load_dims(const T* row, int64_t d, int64_t dim) {
-  return d + kVec <= dim ? load_vec(row + d) : load_part(row + d, kVec / 2);
+/// dim is a multiple of 8.
+template <class V, class T>
+NV_INLINE V load_dims(const T* row, int64_t d, int64_t dim) {
+  if constexpr (kIsWide<V>)
+    return d + kVec <= dim ? load_vec(row + d) : load_part(row + d, kVec / 2);
+  else
+    return load_vec<V>(row + d);
 }
 
-template <class T>
+template <class V, class T>
 NV_INLINE void pack_keys(float* k, const T* const* rows, int64_t count, int64_t dim) {
-  for (int64_t d = 0; d < dim; d += kVec)
-    for (int64_t t = 0; t < kTile; t += kVec) {
-      Vec v[kVec];
-      for (int i = 0; i < kVec; ++i) v[i] = t + i < count ? load_dims(rows[t + i], d, dim) : Vec{};
+  constexpr int kWidth = kLanes<V>;
+  for (int64_t d = 0; d < dim; d += kWidth)
+    for (int64_t t = 0; t < kTile; t += kWidth) {
+      V v[kWidth];
+      for (int i = 0; i < kWidth; ++i) v[i] = t + i < count ? load_dims<V>(rows[t + i], d, dim) : V{};
       transpose(v);
-      for (int i = 0; i < kVec; ++i) store_vec(k + (d + i) * kTile + t, v[i]);
+      for (int i = 0; i < kWidth; ++i) store_vec(k + (d + i) * kTile + t, v[i]);
     }
 }
 
-template <class T>
+template <class V, class T>
 NV_INLINE void pack_values(float* v, const T* const* rows, int64_t count, int64_t dim) {
   const int64_t wide = padded(dim);
   for (int64_t t = 0; t < count; ++t)
-    for (int64_t d = 0; d < dim; d += kVec) store_vec(v + t * wide + d, load_dims(rows[t], d, dim));
+    for (int64_t d = 0; d < dim; d += kLanes<V>) store_vec(v + t * wide + d, load_dims<V>(rows[t], d, dim));
 }
 
 /// One row of the online softmax: scores become weights 2^(score - top), zero past the `visible` ones.
+template <class V>
 NV_INLINE void soften_row(float* scores, int64_t visible, float* out, int64_t wide, float& top,
                           float& total) {
   std::fill(scores + std::min(visible, kTile), scores + kTile, kNoScore);
-  const float new_top = greatest(scores, kTile, top);
+  const float new_top = greatest<V>(scores, kTile, top);
   if (new_top != top) {
     const float shrink = std::exp2(top - new_top);
-    for (int64_t d = 0; d < wide; d += kVec) store_vec(out + d, load_vec(out + d) * shrink);
+    for (int64_t d = 0; d < wide; d += kLanes<V>) store_vec(out + d, load_vec<V>(out + d) * shrink);
     total *= shrink;
     top = new_top;
   }
-  total += soften(scores, kTile, top);
+  total += soften<V>(scores, kTile, top);
 }
 
-/// T is the type of queries and output, Kv that of keys and values.
-template <class T, class Kv>
+/// In vectors V; T is the type of queries and output, Kv that of keys and values.
+template <class V, class T, class Kv>
 NV_INLINE void attend(const Params& p, const Block& b, Scratch& s) {
   const int64_t group = group_size(p), dim = p.head_dim, wide = padded(dim), num_rows = b.tokens * group;
   const float scale = p.scale * kLog2E * value_or_one(p.k_scale), v_scale = value_or_one(p.v_scale);
@@ -122,22 +128,26 @@ NV_INLINE void attend(const Params& p, const Block& b, Scratch& s) {
     const int64_t count = std::min(kTile, end - begin);
     const int64_t first = std::max<int64_t>(0, begin - b.position) * group;  // row that sees this tile
     find(rows, p, b, p.k, p.k_stride_block, p.k_stride_slot, p.k_stride_head, begin, count);
-    pack_keys(s.k.data(), rows, count, dim);
-    gemm<false>(&s.scores[first * kTile], kTile, &s.q[first * dim], dim, s.k.data(), kTile, num_rows - first,
-                kTile, dim);
+    pack_keys<V>(s.k.data(), rows, count, dim);
+    gemm<V, false>(&s.scores[first * kTile], kTile, &s.q[first * dim], dim, s.k.data(), kTile,
+                   num_rows - first, kTile, dim);
     for (int64_t r = first; r < num_rows; ++r)
-      soften_row(&s.scores[r * kTile], b.position + r / group + 1 - begin, &s.out[r * wide], wide, s.top[r],
-                 s.total[r]);
+      soften_row<V>(&s.scores[r * kTile], b.position + r / group + 1 - begin, &s.out[r * wide], wide,
+                    s.top[r], s.total[r]);
     find(rows, p, b, p.v, p.v_stride_block, p.v_stride_slot, p.v_stride_head, begin, count);
-    pack_values(s.v.data(), rows, count, dim);
-    gemm<true>(&s.out[first * wide], wide, &s.scores[first * kTile], kTile, s.v.data(), wide,
-               num_rows - first, wide, count);
+    pack_values<V>(s.v.data(), rows, count, dim);
+    gemm<V, true>(&s.out[first * wide], wide, &s.scores[first * kTile], kTile, s.v.data(), wide,
+                  num_rows - first, wide, count);
   }
   for (int64_t r = 0; r < num_rows; ++r) {
     T* out = static_cast<T*>(p.out) + (b.first_row + r / group) * p.out_stride_row +
              (b.kv_head * group + r % group) * p.out_stride_head;
     for (int64_t d = 0; d < dim; ++d) store(out + d, s.out[r * wide + d] / s.total[r] * v_scale);
   }
+}
+template <class T, class Kv>
+NV_INLINE void attend(const Params& p, const Block& b, Scratch& s) {
+  has_wide_registers() ? attend<Vec, T, Kv>(p, b, s) : attend<HalfVec, T, Kv>(p, b, s);
 }
 NV_MULTIVERSION void attend_f32(const Params& p, const Block& b, Scratch& s) {
   attend<float, float>(p, b, s);

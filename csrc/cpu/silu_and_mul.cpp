@@ -5,19 +5,27 @@
 namespace nanovllm::cpu {
 namespace {
 
-NV_INLINE Vec silu(Vec x) { return x / (1.0f + exp(-x)); }
+template <class V>
+NV_INLINE V silu(V x) {
+  return x / (1.0f + exp<V>(-x));
+}
 
-template <class T>
+template <class V, class T>
 NV_INLINE void rows(const SiluAndMulParams& p, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     T* out = static_cast<T*>(p.out) + t * p.out_stride_row;
     const T* gate = static_cast<const T*>(p.gate_up) + t * p.gate_up_stride_row;
     const T* up = gate + p.width;
     int64_t i = 0;
-    for (; i + kVec <= p.width; i += kVec) store_vec(out + i, silu(load_vec(gate + i)) * load_vec(up + i));
+    for (; i + kLanes<V> <= p.width; i += kLanes<V>)
+      store_vec(out + i, silu(load_vec<V>(gate + i)) * load_vec<V>(up + i));
     if (const int64_t n = p.width - i; n > 0)
       store_part(out + i, silu(load_part(gate + i, n)) * load_part(up + i, n), n);
   }
+}
+template <class T>
+NV_INLINE void rows(const SiluAndMulParams& p, int64_t begin, int64_t end) {
+  has_wide_registers() ? rows<Vec, T>(p, begin, end) : rows<HalfVec, T>(p, begin, end);
 }
 NV_MULTIVERSION void rows_f32(const SiluAndMulParams& p, int64_t begin, int64_t end) {
   rows<float>(p, begin, end);

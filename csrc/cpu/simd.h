@@ -27,7 +27,31 @@ constexpr int kVec = 16;  // fp32 lanes
 typedef float Vec __attribute__((vector_size(kVec * 4), aligned(4)));
 typedef uint32_t VecU32 __attribute__((vector_size(kVec * 4), aligned(4)));
 typedef int32_t VecI32 __attribute__((vector_size(kVec * 4), aligned(4)));
-typedef uint16_t VecU16 __attribute__((vector_size(kVec * 2), aligned(2)));
+
+// Without AVX-512 a Vec is no register and goes through the stack: there the operators that matter run in
+// half vectors, in tiles that fit 16 registers.
+typedef float HalfVec __attribute__((vector_size(kVec * 2), aligned(4)));
+template <class V>
+constexpr int kLanes = sizeof(V) / sizeof(float);
+template <class V>
+constexpr bool kIsWide = kLanes<V> == kVec;
+
+inline bool has_wide_registers() {
+#if defined(__x86_64__)
+  static const bool has = __builtin_cpu_supports("avx512f");
+  return has;
+#else
+  return false;
+#endif
+}
+
+template <class Element, int kCount>
+struct VectorType {
+  typedef Element type __attribute__((vector_size(kCount * sizeof(Element)), aligned(sizeof(Element))));
+};
+/// As many elements as V, a Vec or HalfVec, has lanes.
+template <class Element, class V>
+using Same = typename VectorType<Element, kLanes<V>>::type;
 
 struct BFloat16 {
   uint16_t bits;
@@ -44,22 +68,31 @@ NV_INLINE void store(BFloat16* p, float x) {
   p->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
 }
 
-NV_INLINE Vec load_vec(const float* p) {
-  Vec v;
+template <class V = Vec>
+NV_INLINE V load_vec(const float* p) {
+  V v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
-NV_INLINE Vec load_vec(const BFloat16* p) {
-  VecU16 h;
+template <class V = Vec>
+NV_INLINE V load_vec(const BFloat16* p) {
+  Same<uint16_t, V> h;
   std::memcpy(&h, p, sizeof h);
-  return std::bit_cast<Vec>(__builtin_convertvector(h, VecU32) << 16);
+  using U32 = Same<uint32_t, V>;
+  return std::bit_cast<V>(__builtin_convertvector(h, U32) << 16);
 }
-NV_INLINE void store_vec(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
-NV_INLINE void store_vec(BFloat16* p, Vec v) {
-  const VecU32 u = std::bit_cast<VecU32>(v);
-  const VecU32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-  const VecU32 nan = std::bit_cast<VecU32>(v != v);
-  const VecU16 h = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), VecU16);
+template <class V>
+NV_INLINE void store_vec(float* p, V v) {
+  std::memcpy(p, &v, sizeof v);
+}
+template <class V>
+NV_INLINE void store_vec(BFloat16* p, V v) {
+  using U32 = Same<uint32_t, V>;
+  using U16 = Same<uint16_t, V>;
+  const U32 u = std::bit_cast<U32>(v);
+  const U32 rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const U32 nan = std::bit_cast<U32>(v != v);
+  const U16 h = __builtin_convertvector((nan & 0x7fc0u) | (~nan & rounded), U16);
   std::memcpy(p, &h, sizeof h);
 }
 
@@ -77,11 +110,11 @@ NV_INLINE void store_part(T* p, Vec v, int64_t n) {
   std::memcpy(p, part, n * sizeof(T));
 }
 
-// Lanes picked from two vectors: 0..15 from a, 16..31 from b.
+// Lanes picked from two vectors of n: 0..n - 1 from a, n..2n - 1 from b.
 #if defined(__clang__) || __GNUC__ >= 12
 #define NV_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define NV_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ::nanovllm::cpu::VecI32{__VA_ARGS__})
+#define NV_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, decltype((a) < (b)){__VA_ARGS__})
 #endif
 
 /// Adds lane i + kWidth to lane i within every group of 2 * kWidth lanes; the halves of `a`, then of `b`.
@@ -117,7 +150,22 @@ NV_INLINE Vec sums(const Vec (&v)[kCount]) {
 
 NV_INLINE float sum(Vec v) { return sums<1>({v})[0]; }
 
+NV_INLINE float sum(HalfVec v) {
+  const float quads[4] = {v[0] + v[4], v[1] + v[5], v[2] + v[6], v[3] + v[7]};
+  return (quads[0] + quads[2]) + (quads[1] + quads[3]);
+}
+
+/// Lane i of the result, and lane i + 4, is the sum of v[i].
+NV_INLINE HalfVec sums(HalfVec const (&v)[4]) {
+  const auto add_pairs = [](HalfVec a, HalfVec b) {
+    return NV_SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + NV_SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+  };
+  const HalfVec quads = add_pairs(add_pairs(v[0], v[1]), add_pairs(v[2], v[3]));
+  return quads + NV_SHUFFLE(quads, quads, 4, 5, 6, 7, 0, 1, 2, 3);
+}
+
 NV_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
+NV_INLINE HalfVec max(HalfVec a, HalfVec b) { return a > b ? a : b; }
 
 NV_INLINE float max(Vec v) {
   v = max(v, NV_SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
@@ -126,27 +174,35 @@ NV_INLINE float max(Vec v) {
   v = max(v, NV_SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
   return v[0];
 }
+NV_INLINE float max(HalfVec v) {
+  v = max(v, NV_SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3));
+  v = max(v, NV_SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5));
+  v = max(v, NV_SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+  return v[0];
+}
 
 /// e^x within 2 units in the last place: 0 below -87.3 (a subnormal result costs a hundred cycles), infinity
 /// above 89, NaN stays NaN.
-NV_INLINE Vec exp(Vec x) {
+template <class V>
+NV_INLINE V exp(V x) {
+  using I32 = Same<int32_t, V>;
   const auto tiny = x < -87.3f;
-  x = tiny ? Vec{} : x;
-  x = x > 89.0f ? Vec{} + 89.0f : x;
+  x = tiny ? V{} : x;
+  x = x > 89.0f ? V{} + 89.0f : x;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  const Vec shifted = x * 1.44269504f + kRound;
-  const Vec n = shifted - kRound;
-  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // |r| <= ln(2) / 2; the first product is exact
-  Vec p = r * (1.0f / 5040) + 1.0f / 720;                      // Taylor: the next term is below 2^-27
+  const V shifted = x * 1.44269504f + kRound;
+  const V n = shifted - kRound;
+  const V r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // |r| <= ln(2) / 2; the first product is exact
+  V p = r * (1.0f / 5040) + 1.0f / 720;                      // Taylor: the next term is below 2^-27
   p = p * r + 1.0f / 120;
   p = p * r + 1.0f / 24;
   p = p * r + 1.0f / 6;
   p = p * r + 0.5f;
   p = p * r * r + r + 1.0f;
-  const VecI32 i = std::bit_cast<VecI32>(shifted) - std::bit_cast<int32_t>(kRound);
-  const VecI32 half = i >> 1;  // 2^i in two factors: i reaches 128
-  const Vec e = p * std::bit_cast<Vec>((half + 127) << 23) * std::bit_cast<Vec>((i - half + 127) << 23);
-  return tiny ? Vec{} : e;
+  const I32 i = std::bit_cast<I32>(shifted) - std::bit_cast<int32_t>(kRound);
+  const I32 half = i >> 1;  // 2^i in two factors: i reaches 128
+  const V e = p * std::bit_cast<V>((half + 127) << 23) * std::bit_cast<V>((i - half + 127) << 23);
+  return tiny ? V{} : e;
 }
 
 /// Runs body(begin, end) over rows of `row_elements` elements each; a thread gets at least some microseconds

@@ -19,35 +19,6 @@ struct SkinnyRows {
   int64_t stride;
 };
 
-constexpr int kHalf = kVec / 2;
-typedef float HalfVec __attribute__((vector_size(kHalf * 4), aligned(4)));
-typedef uint32_t HalfVecU32 __attribute__((vector_size(kHalf * 4), aligned(4)));
-typedef uint16_t HalfVecU16 __attribute__((vector_size(kHalf * 2), aligned(2)));
-
-NV_INLINE HalfVec load_half(const float* p) {
-  HalfVec v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-NV_INLINE HalfVec load_half(const BFloat16* p) {
-  HalfVecU16 h;
-  std::memcpy(&h, p, sizeof h);
-  return std::bit_cast<HalfVec>(__builtin_convertvector(h, HalfVecU32) << 16);
-}
-NV_INLINE float sum(HalfVec v) {
-  const float quads[4] = {v[0] + v[4], v[1] + v[5], v[2] + v[6], v[3] + v[7]};
-  return (quads[0] + quads[2]) + (quads[1] + quads[3]);
-}
-
-inline bool has_wide_registers() {
-#if defined(__x86_64__)
-  static const bool has = __builtin_cpu_supports("avx512f");
-  return has;
-#else
-  return false;
-#endif
-}
-
 template <class T>
 NV_INLINE void put(const SkinnyLinearParams& p, int64_t m, int64_t n, float x) {
   const float bias = p.bias ? to_float(static_cast<const T*>(p.bias)[n]) : 0.0f;
@@ -58,14 +29,15 @@ NV_INLINE void put(const SkinnyLinearParams& p, int64_t m, int64_t n, float x) {
 template <int kRows, class T, class W>
 NV_INLINE void narrow_tile(const SkinnyLinearParams& p, SkinnyRows rows, const W* const (&w)[kTile],
                            int64_t m, int64_t n, int64_t weights) {
+  constexpr int kHalf = kVec / 2;  // lanes of a HalfVec
   const float* x = rows.data + m * rows.stride;
   HalfVec acc[kRows][kTile] = {};
   int64_t k = 0;
   for (; k + kHalf <= p.k; k += kHalf) {
     HalfVec wv[kTile];
-    for (int j = 0; j < kTile; ++j) wv[j] = load_half(w[j] + k);
+    for (int j = 0; j < kTile; ++j) wv[j] = load_vec<HalfVec>(w[j] + k);
     for (int i = 0; i < kRows; ++i) {
-      const HalfVec xv = load_half(x + i * rows.stride + k);
+      const HalfVec xv = load_vec<HalfVec>(x + i * rows.stride + k);
       for (int j = 0; j < kTile; ++j) acc[i][j] += wv[j] * xv;
     }
   }

@@ -94,8 +94,8 @@ def test_seeds_hold_in_any_batch(qwen3):
         first = llm.generate(PROMPTS[:24], params, use_tqdm=False)
         again = llm.generate(PROMPTS[:24], params, use_tqdm=False)
     same = sum(a.token_ids == b.token_ids for a, b in zip(first, again))
-    # The second run hits the prefix cache: logits differ by a unit in the last place of bfloat16, and a draw turns
-    # with them about once in a hundred tokens. Other words would leave none.
+    # The second run hits the prefix cache: logits differ by units in the last place of bfloat16, and a few draws in a
+    # hundred turn with them. Other words would leave none.
     assert same >= 12, f"{same} of 24 repeat"
 
 

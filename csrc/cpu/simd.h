@@ -96,13 +96,12 @@ NV_INLINE void store_vec(BFloat16* p, V v) {
   std::memcpy(p, &h, sizeof h);
 }
 
-/// The first `n` elements, fewer than a vector has, zeros after them; and their store. For the last part of a
-/// row.
-template <class V = Vec, class T>
-NV_INLINE V load_part(const T* p, int64_t n) {
-  T part[kLanes<V>] = {};
+/// The first `n` < kVec elements, zeros after them; and their store. For the last part of a row.
+template <class T>
+NV_INLINE Vec load_part(const T* p, int64_t n) {
+  T part[kVec] = {};
   std::memcpy(part, p, n * sizeof(T));
-  return load_vec<V>(part);
+  return load_vec(part);
 }
 template <class T>
 NV_INLINE void store_part(T* p, Vec v, int64_t n) {

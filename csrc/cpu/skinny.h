@@ -19,40 +19,59 @@ struct SkinnyRows {
   int64_t stride;
 };
 
-/// kRows rows of x from row m against the weight rows w, in vectors V; the first `weights` of them go to out,
-/// from column n.
-template <class V, int kRows, class T, class W>
+template <class T>
+NV_INLINE void put(const SkinnyLinearParams& p, int64_t m, int64_t n, float x) {
+  const float bias = p.bias ? to_float(static_cast<const T*>(p.bias)[n]) : 0.0f;
+  store(static_cast<T*>(p.out) + m * p.out_stride_row + n, x + bias);
+}
+
+/// As `tile`, with narrow registers.
+template <int kRows, class T, class W>
+NV_INLINE void narrow_tile(const SkinnyLinearParams& p, SkinnyRows rows, const W* const (&w)[kTile],
+                           int64_t m, int64_t n, int64_t weights) {
+  constexpr int kHalf = kVec / 2;  // lanes of a HalfVec
+  const float* x = rows.data + m * rows.stride;
+  HalfVec acc[kRows][kTile] = {};
+  int64_t k = 0;
+  for (; k + kHalf <= p.k; k += kHalf) {
+    HalfVec wv[kTile];
+    for (int j = 0; j < kTile; ++j) wv[j] = load_vec<HalfVec>(w[j] + k);
+    for (int i = 0; i < kRows; ++i) {
+      const HalfVec xv = load_vec<HalfVec>(x + i * rows.stride + k);
+      for (int j = 0; j < kTile; ++j) acc[i][j] += wv[j] * xv;
+    }
+  }
+  for (int i = 0; i < kRows; ++i)
+    for (int64_t j = 0; j < weights; ++j) {
+      float total = sum(acc[i][j]);
+      for (int64_t rest = k; rest < p.k; ++rest) total += to_float(w[j][rest]) * x[i * rows.stride + rest];
+      put<T>(p, m + i, n + j, total);
+    }
+}
+
+/// kRows rows of x from row m against the weight rows w; the first `weights` of them go to out, from column
+/// n.
+template <int kRows, class T, class W>
 NV_INLINE void tile(const SkinnyLinearParams& p, SkinnyRows rows, const W* const (&w)[kTile], int64_t m,
                     int64_t n, int64_t weights) {
   const float* x = rows.data + m * rows.stride;
-  V acc[kRows * kTile] = {};
+  Vec acc[kRows * kTile] = {};
   const auto step = [&](int64_t k, auto const& load) {
-    V wv[kTile];
+    Vec wv[kTile];
     for (int j = 0; j < kTile; ++j) wv[j] = load(w[j] + k);
     for (int i = 0; i < kRows; ++i) {
-      const V xv = load(x + i * rows.stride + k);
+      const Vec xv = load(x + i * rows.stride + k);
       for (int j = 0; j < kTile; ++j) acc[i * kTile + j] += wv[j] * xv;
     }
   };
   int64_t k = 0;
-  for (; k + kLanes<V> <= p.k; k += kLanes<V>) step(k, [](auto* q) { return load_vec<V>(q); });
-  if (k < p.k) step(k, [&](auto* q) { return load_part<V>(q, p.k - k); });
-  const auto put = [&](int row, V total, int lane) {  // the sums of the row begin there
-    for (int64_t j = 0; j < weights; ++j) {
-      const float b = p.bias ? to_float(static_cast<const T*>(p.bias)[n + j]) : 0.0f;
-      store(static_cast<T*>(p.out) + (m + row) * p.out_stride_row + n + j, total[lane + j] + b);
-    }
-  };
-  if constexpr (kIsWide<V>) {
-    Vec lanes[kRows == 3 ? 16 : kRows * kTile] = {};
-    std::copy(std::begin(acc), std::end(acc), lanes);
-    const Vec total = sums(lanes);
-    for (int i = 0; i < kRows; ++i) put(i, total, i * kTile);
-  } else {
-    static_assert(kTile == 4);
-    for (int i = 0; i < kRows; ++i)
-      put(i, sums({acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]}), 0);
-  }
+  for (; k + kVec <= p.k; k += kVec) step(k, [](auto* q) { return load_vec(q); });
+  if (k < p.k) step(k, [&](auto* q) { return load_part(q, p.k - k); });
+  Vec lanes[kRows == 3 ? 16 : kRows * kTile] = {};
+  std::copy(std::begin(acc), std::end(acc), lanes);
+  const Vec total = sums(lanes);
+  for (int i = 0; i < kRows; ++i)
+    for (int64_t j = 0; j < weights; ++j) put<T>(p, m + i, n + j, total[i * kTile + j]);
 }
 
 /// All rows of x against a tile: weight row j of it starts at row_of(j). The last row is repeated up to a
@@ -64,14 +83,14 @@ NV_INLINE void all_rows(const SkinnyLinearParams& p, SkinnyRows rows, int64_t n,
   for (int j = 0; j < kTile; ++j) w[j] = row_of(std::min<int64_t>(j, weights - 1));
   int64_t m = 0;
   if (!has_wide_registers()) {
-    for (; m + 2 <= p.num_rows; m += 2) tile<HalfVec, 2, T>(p, rows, w, m, n, weights);
-    if (m < p.num_rows) tile<HalfVec, 1, T>(p, rows, w, m, n, weights);
+    for (; m + 2 <= p.num_rows; m += 2) narrow_tile<2, T>(p, rows, w, m, n, weights);
+    if (m < p.num_rows) narrow_tile<1, T>(p, rows, w, m, n, weights);
     return;
   }
-  for (; m + kTile <= p.num_rows; m += kTile) tile<Vec, kTile, T>(p, rows, w, m, n, weights);
-  if (p.num_rows - m == 3) tile<Vec, 3, T>(p, rows, w, m, n, weights);
-  if (p.num_rows - m == 2) tile<Vec, 2, T>(p, rows, w, m, n, weights);
-  if (p.num_rows - m == 1) tile<Vec, 1, T>(p, rows, w, m, n, weights);
+  for (; m + kTile <= p.num_rows; m += kTile) tile<kTile, T>(p, rows, w, m, n, weights);
+  if (p.num_rows - m == 3) tile<3, T>(p, rows, w, m, n, weights);
+  if (p.num_rows - m == 2) tile<2, T>(p, rows, w, m, n, weights);
+  if (p.num_rows - m == 1) tile<1, T>(p, rows, w, m, n, weights);
 }
 
 /// All rows of x against the rows begin .. end - 1 of a dense weight; out holds T, the weight W.
